@@ -23,7 +23,7 @@ from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.cluster.simulation.tables import read_nodes
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import MAX_DEPTH, UnreadableText, convert, decode_json, decode_stored, decode_yaml
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import parse as parse_volume_conf
+from gpumgr.compat.gpu_manager.driver_files.volumes import parse as parse_volume_conf
 from gpumgr.compat.objects import parse_object, read_documents
 from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.cluster_annotations import decode_inventory, decode_placement

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -19,8 +19,7 @@ import msgspec
 from gpumgr.common.elf import ElfError, read_elf
 from gpumgr.common.errors import DriverFilesError
 from gpumgr.common.files import FileIdentity
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import Volume
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import COMPANION, Source, version_of
+from gpumgr.compat.gpu_manager.driver_files.volumes import COMPANION, Source, Volume, version_of
 
 #: The number of links that Linux follows in one path.
 _MAX_LINKS: Final = 40
@@ -97,16 +96,6 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
     machine: str | None
 
 
-class SharedLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """One file, as a path without links, and all names by which the loader finds it."""
-
-    path: Path
-    names: tuple[str, ...]
-
-    def matches(self, prefixes: Sequence[str]) -> bool:
-        return any(name.startswith(tuple(prefixes)) for name in self.names)
-
-
 def parse_cache(text: str) -> tuple[CacheEntry, ...]:
     """The lines of `ldconfig -p` in their order, which is the loader's. Other lines are left out."""
     return tuple(
@@ -124,11 +113,9 @@ def _machine(flags: str) -> str | None:
     return next((_MARKERS[word] for word in words if word in _MARKERS), "i386")
 
 
-def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[SharedLibrary, ...]:
-    """The root's libraries with names that begin with one of `prefixes`, each file once, in the loader's order.
-
-    Libraries that the cache lists for a machine not in `machines` are left out.
-    """
+def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Source, ...]:
+    """The root's libraries with names that begin with one of `prefixes`, each file once, in the loader's order. Libraries that the cache
+    lists for a machine not in `machines` are left out. Raises OSError, DriverFilesError."""
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
     # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
@@ -144,13 +131,13 @@ def _matching(entries: Iterable[CacheEntry], prefixes: Sequence[str]) -> list[Ca
     return [entry for entry in entries if entry.name.startswith(tuple(prefixes))]
 
 
-def _resolve_all(root: Path, entries: Iterable[CacheEntry]) -> tuple[SharedLibrary, ...]:
+def _resolve_all(root: Path, entries: Iterable[CacheEntry]) -> tuple[Source, ...]:
     names: dict[Path, list[str]] = {}
     for entry in entries:
         path = resolve(root, entry.path)
         if path is not None:
             names.setdefault(path, []).append(entry.name)
-    return tuple(SharedLibrary(path=path, names=tuple(dict.fromkeys(found))) for path, found in names.items())
+    return tuple(inspect(path, path.name, names=found) for path, found in names.items())
 
 
 def _read_cache(root: Path) -> str:
@@ -198,7 +185,7 @@ class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
     """The driver's files below one root, so that all files of a mirror belong to the same driver."""
 
     root: Path
-    libraries: Mapping[SharedLibrary, Source]
+    libraries: tuple[Source, ...]
 
     def select(self, volume: Volume) -> VolumeSources:
         """The volume's files. Raises OSError, DriverFilesError."""
@@ -206,7 +193,7 @@ class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
         missing = [name for name, path in binaries.items() if path is None]
         missing += [prefix for prefix in volume.libraries if not any(library.matches([prefix]) for library in self.libraries)]
         return VolumeSources(
-            libraries=tuple(source for library, source in self.libraries.items() if library.matches(volume.libraries)),
+            libraries=tuple(library for library in self.libraries if library.matches(volume.libraries)),
             binaries=tuple(inspect(path, name) for name, path in binaries.items() if path),
             missing=tuple(missing),
         )
@@ -218,14 +205,12 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
     machines = {machine, COMPANION.get(machine, machine)}
     others: list[str] = []
     for root in roots:
-        libraries = {each: inspect(each.path, each.path.name) for each in find_libraries(root, prefixes, machines)}
-        for library, source in libraries.items():
-            if not library.matches([_LIBCUDA]):
-                continue
+        libraries = find_libraries(root, prefixes, machines)
+        for library in (each for each in libraries if each.matches([_LIBCUDA])):
             # A file without a version in its name is accepted.
-            if source.elf and source.elf.machine == machine and version_of(source.name) in (None, driver_version):
+            if library.elf and library.elf.machine == machine and version_of(library.name) in (None, driver_version):
                 return DriverInstallation(root=root, libraries=libraries)
-            others.append(f"{library.path} ({source.elf.machine if source.elf else source.not_elf})")
+            others.append(f"{library.path} ({library.elf.machine if library.elf else 'not an ELF file'})")
     raise DriverFilesError(
         f"libcuda.so.{driver_version} for {machine}, the library of the loaded driver, is not below {' or '.join(map(str, roots))}"
         f"{'; there is ' + ', '.join(others) if others else ''}: install the libraries of this driver, "
@@ -233,17 +218,16 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
     )
 
 
-def inspect(path: Path, name: str) -> Source:
+def inspect(path: Path, name: str, *, names: Iterable[str] = ()) -> Source:
     """The file, with its name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")
-    elf, not_elf = None, ""
     try:
         elf = read_elf(path)
-    except ElfError as error:
-        not_elf = str(error)
-    return Source(name=name, path=path, identity=FileIdentity.of(status), mode=status.st_mode, elf=elf, not_elf=not_elf)
+    except ElfError:
+        elf = None
+    return Source(name=name, path=path, identity=FileIdentity.of(status), mode=status.st_mode, elf=elf, names=tuple(names))
 
 
 def sha256_of(path: Path) -> str:

@@ -18,13 +18,18 @@ from gpumgr.common.errors import DriverFilesError, SettingsError
 from gpumgr.common.proc import mount_tables, mounted_root
 from gpumgr.compat.gpu_manager.driver_files.discovery import DriverInstallation, VolumeSources, find_driver, inspect, sha256_of
 from gpumgr.compat.gpu_manager.driver_files.mirror import VERSIONS, build, prune, switch
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHARE, SHIM, WHOLE, VolumeConf, load
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import (
+from gpumgr.compat.gpu_manager.driver_files.volumes import (
+    CLIENT,
     REPLACED_LIBRARIES,
+    SHARE,
+    SHIM,
     VERSION_NUMBER,
+    WHOLE,
     Overlay,
     Source,
+    VolumeConf,
     VolumePlan,
+    load,
     plan_volume,
 )
 from gpumgr.enforcement.operator_library import LibraryError, check

@@ -1,4 +1,4 @@
-"""The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volume_conf`); each content of it is a
+"""The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volumes`); each content of it is a
 version. A version is made under a temporary name, is complete and durable before a link points to it, and never changes.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
@@ -23,7 +23,7 @@ import structlog
 from gpumgr.common.errors import DriverFilesError
 from gpumgr.common.files import FileIdentity, sync_folder
 from gpumgr.compat.gpu_manager.driver_files.discovery import is_file
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import File, Source, VolumePlan
+from gpumgr.compat.gpu_manager.driver_files.volumes import Source, VolumePlan
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")
@@ -95,8 +95,8 @@ def is_current(place: Path, plan: VolumePlan) -> bool:
     volume = place / plan.volume
     try:
         files = all(
-            is_file(volume / target) and (volume / target).lstat().st_size == file.source.identity.size_bytes
-            for target, file in plan.files.items()
+            is_file(volume / target) and (volume / target).lstat().st_size == source.identity.size_bytes
+            for target, source in plan.files.items()
         )
         return files and all(os.readlink(volume / target) == to for target, to in plan.links.items())
     except OSError:
@@ -153,18 +153,17 @@ def _fill(plan: VolumePlan, fresh: Path) -> None:
     volume = fresh / plan.volume
     for folder in (fresh, volume, *(volume / name for name in _FOLDERS)):
         _folder(folder)
-    for target, file in plan.files.items():
-        _place(file, volume / target)
+    for target, source in plan.files.items():
+        _place(source, volume / target)
     for target, to in plan.links.items():
         (volume / target).symlink_to(to)
     for folder in (*(volume / name for name in _FOLDERS), volume, fresh):
         sync_folder(folder)
 
 
-def _place(file: File, target: Path) -> None:
-    """Makes a hard link if possible, else a copy. A setuid or setgid program is copied without that bit."""
-    source = file.source
-    if not file.copied and not source.mode & (stat.S_ISUID | stat.S_ISGID):
+def _place(source: Source, target: Path) -> None:
+    """Makes a hard link to a file of the driver if possible, else a copy. A setuid or setgid program is copied without that bit."""
+    if source.sha256 is None and not source.mode & (stat.S_ISUID | stat.S_ISGID):
         try:
             os.link(source.path, target)
         except OSError as error:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import CriError, DriverFilesError, InputError
 from gpumgr.compat.gpu_manager.driver_files.manager import DriverFiles, DriverMirror, is_supplied
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import WHOLE
+from gpumgr.compat.gpu_manager.driver_files.volumes import WHOLE
 from gpumgr.compat.gpu_manager.vcuda.files import build_client
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE, DriverAccess
 from gpumgr.runtime.cri import Runtimes, driver_access

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpumgr.compat.gpu_manager.driver_files.discovery import inspect
 from gpumgr.compat.gpu_manager.driver_files.mirror import build, is_current, switch
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import VolumePlan, plan_volume
+from gpumgr.compat.gpu_manager.driver_files.volumes import VolumePlan, plan_volume
 
 _STEPS = frozenset({"open", "os.mkdir", "os.link", "os.symlink", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.utime"})
 _CRASHED = 9

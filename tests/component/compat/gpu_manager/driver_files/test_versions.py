@@ -15,7 +15,7 @@ import structlog
 from gpumgr.common.errors import DriverFilesError
 from gpumgr.compat.gpu_manager.driver_files.discovery import inspect
 from gpumgr.compat.gpu_manager.driver_files.mirror import build, prune, switch
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import VolumePlan, plan_volume
+from gpumgr.compat.gpu_manager.driver_files.volumes import VolumePlan, plan_volume
 from tests.component.compat.gpu_manager.driver_files.conftest import Mirror
 from tests.component.compat.gpu_manager.driver_files.host import (
     CUDA,

@@ -7,7 +7,7 @@ import pytest
 from gpumgr.common.errors import DriverFilesError
 from gpumgr.compat.gpu_manager.driver_files.discovery import CacheEntry, parse_cache, resolve
 from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version, versions_in_use
-from gpumgr.compat.gpu_manager.driver_files.volume_plan import version_of
+from gpumgr.compat.gpu_manager.driver_files.volumes import version_of
 
 TEXT = """12 libs found in cache `/etc/ld.so.cache'
 \tlibcuda.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libcuda.so.1

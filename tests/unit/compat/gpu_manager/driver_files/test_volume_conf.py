@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import SettingsError
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import BUILT_IN, load, parse
+from gpumgr.compat.gpu_manager.driver_files.volumes import BUILT_IN, load, parse
 
 PATH = Path("/etc/gpu-manager/volume.conf")
 

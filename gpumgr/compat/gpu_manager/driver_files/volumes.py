@@ -1,4 +1,13 @@
-"""Plans a volume: its files and links. Pure.
+"""The volumes of the driver's files that containers get: their lists in gpu-manager's volume.conf, and the plan of each volume.
+
+    {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
+                 "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
+
+`libraries` are prefixes of file names. The volume `nvidia` is for shares, and the last one with another name for whole GPUs, as in
+gpu-manager. The settings have their folders, so `base` has no effect, nor have `mode` and unknown keys. Without a file the built-in lists
+apply.
+
+A plan has the files and links of a volume; `plan_volume` is pure:
 
     whole volume                                   share volume (`nvidia`)
     lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
@@ -12,16 +21,115 @@ both volumes. The shim opens the real libraries by their names with the driver's
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from gpumgr.common.elf import Elf
-from gpumgr.common.files import FileIdentity
-from gpumgr.compat.gpu_manager.driver_files.volume_conf import CLIENT, SHIM
+from gpumgr.common.errors import SettingsError
+from gpumgr.common.files import FileIdentity, read_bounded
+from gpumgr.common.foreign_text import UnreadableText, decode_json
+
+#: gpu-manager's names of two volumes: SHARE has its limiting library in the place of libcuda and libnvidia-ml, WHOLE the driver's own
+#: files.
+SHARE: Final = "nvidia"
+WHOLE: Final = "origin"
+#: Files of the share volume that are not part of the driver.
+CLIENT: Final = "gpu-client"
+SHIM: Final = "libcuda-control.so"
+
+_MAX_FILE_BYTES: Final = 1 << 20
+
+_BINARIES: Final = (
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-smi",
+)
+#: The names after the empty line are newer than gpu-manager's list.
+_STEMS: Final = """
+    libnvidia-ml libcuda libnvidia-ptxjitcompiler libnvidia-fatbinaryloader libnvidia-opencl libnvidia-compiler
+    libvdpau_nvidia libnvidia-encode libnvcuvid libnvidia-fbc libnvidia-ifr libGL libGLX libOpenGL libGLESv1_CM libGLESv2
+    libEGL libGLdispatch libGLX_nvidia libEGL_nvidia libGLESv2_nvidia libGLESv1_CM_nvidia libnvidia-eglcore
+    libnvidia-egl-wayland libnvidia-glcore libnvidia-tls libnvidia-glsi libnvidia-opticalflow libnvidia-gpucomp
+
+    libcudadebugger libnvidia-nvvm libnvidia-nvvm70 libnvidia-allocator libnvidia-cfg libnvidia-rtcore libnvidia-pkcs11
+    libnvidia-pkcs11-openssl3 libnvidia-glvkspirv libnvidia-egl-gbm libnvidia-ngx libnvoptix libnvidia-sandboxutils
+"""
+_LIBRARIES: Final = tuple(f"{stem}.so" for stem in _STEMS.split())
+
+
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_+][A-Za-z0-9._+-]*\Z", max_length=200)]
+
+
+class _Components(msgspec.Struct):
+    binaries: tuple[_Name, ...] = ()
+    libraries: tuple[_Name, ...] = ()
+
+
+class _Volume(msgspec.Struct):
+    name: _Name
+    components: _Components = msgspec.field(default_factory=_Components)
+
+
+class _File(msgspec.Struct):
+    volume: Annotated[list[_Volume], Meta(min_length=1)]
+
+
+class Volume(msgspec.Struct, frozen=True, kw_only=True):
+    """One volume, which containers see at /usr/local/nvidia. `name`: SHARE or WHOLE. `libraries` are prefixes of names."""
+
+    name: str
+    binaries: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+
+class VolumeConf(msgspec.Struct, frozen=True, kw_only=True):
+    """At most two volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
+
+    volumes: tuple[Volume, ...]
+    source: Path | None = None
+
+
+#: The lists without a file.
+BUILT_IN: Final = VolumeConf(
+    volumes=(
+        Volume(name=SHARE, binaries=(*_BINARIES, CLIENT), libraries=_LIBRARIES),
+        Volume(name=WHOLE, binaries=_BINARIES, libraries=_LIBRARIES),
+    )
+)
+
+
+def load(path: Path) -> VolumeConf:
+    """The file's volumes, or the built-in ones if there is no file. Raises SettingsError."""
+    try:
+        content = read_bounded(path, _MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return BUILT_IN
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: can't be read: {error.strerror or error}; make it readable or set vcuda.volume_conf"
+        ) from error
+    return parse(content, path)
+
+
+def parse(content: bytes, path: Path) -> VolumeConf:
+    """The volumes in a file's content. Raises SettingsError with the file and the key of the first mistake."""
+    try:
+        entries = decode_json(content, _File).volume
+    except UnreadableText as error:
+        raise SettingsError(f"{path}: {error}; allowed: gpu-manager's volume.conf") from error
+    lists = {SHARE if each.name == SHARE else WHOLE: each.components for each in entries}
+    volumes = (Volume(name=name, binaries=each.binaries, libraries=each.libraries) for name, each in lists.items())
+    return VolumeConf(volumes=tuple(volumes), source=path)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
 
 #: The libraries that the shim replaces.
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
@@ -40,9 +148,11 @@ _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdis
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of the host. `name`: its name in the mirror. `elf` None: not an ELF file, with the reason in `not_elf`.
+    """One file of the host, as a path without links. `name`: its name in the mirror. `elf` None: not an ELF file. `names`: all names by
+    which the loader finds a library.
 
-    `sha256` is known for files that the operator supplies; None for the driver's files.
+    `sha256` is known for files that the operator supplies; None for the driver's files. The operator's files are copied, never linked, so
+    that writing to them has no effect.
     """
 
     name: str
@@ -50,15 +160,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     identity: FileIdentity
     mode: int
     elf: Elf | None = None
-    not_elf: str = ""
+    names: tuple[str, ...] = ()
     sha256: str | None = None
 
-
-class File(msgspec.Struct, frozen=True, kw_only=True):
-    """`copied`: never a hard link, so that writing to the source has no effect."""
-
-    source: Source
-    copied: bool = False
+    def matches(self, prefixes: Sequence[str]) -> bool:
+        return any(name.startswith(tuple(prefixes)) for name in self.names)
 
 
 class Overlay(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +180,7 @@ class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     volume: str
     version: str
-    files: dict[str, File]
+    files: dict[str, Source]
     links: dict[str, str]
 
 
@@ -107,12 +213,12 @@ class _PlanBuilder:
     machine: str
     driver_version: str
     shared: Overlay | None
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, Source] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
     def overlay(self, overlay: Overlay) -> None:
-        self._file(f"lib64/{SHIM}", overlay.shim, copied=True)
-        self._file(f"bin/{CLIENT}", overlay.client, copied=True)
+        self._file(f"lib64/{SHIM}", overlay.shim)
+        self._file(f"bin/{CLIENT}", overlay.client)
         for stem in REPLACED_LIBRARIES:
             self._link(f"lib64/{stem}.so.1", SHIM)
             self._link(f"lib64/{stem}.so", SHIM)
@@ -156,10 +262,10 @@ class _PlanBuilder:
             if name != source.name:
                 self._link(f"{folder}/{name}", source.name)
 
-    def _file(self, target: str, source: Source, *, copied: bool = False) -> bool:
+    def _file(self, target: str, source: Source) -> bool:
         if target in self.files:
             return False
-        self.files[target] = File(source=source, copied=copied)
+        self.files[target] = source
         self.links.pop(target, None)
         return True
 
@@ -178,12 +284,8 @@ def _stem(name: str) -> str:
     return name.partition(".so")[0]
 
 
-def _version(volume: str, driver_version: str, files: Mapping[str, File], links: Mapping[str, str]) -> str:
+def _version(volume: str, driver_version: str, files: Mapping[str, Source], links: Mapping[str, str]) -> str:
     """Hex digits of a hash of the volume's parts."""
-    parts: list[object] = [volume, driver_version]
-    parts += [
-        (target, file.source.sha256 or (str(file.source.path), file.source.identity[1:]), file.copied)
-        for target, file in files.items()
-    ]
-    parts += links.items()
+    sources = [(target, each.sha256 or (str(each.path), each.identity[1:])) for target, each in files.items()]
+    parts = [volume, driver_version, *sources, *links.items()]
     return hashlib.sha256(repr(parts).encode(errors="surrogateescape")).hexdigest()[:_VERSION_DIGITS]
