@@ -86,15 +86,12 @@ class SimControl:
     def restore_gpu(self, gpu: int) -> None:
         """Restores the state after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set, a pending MIG
         mode is in force, and MIG devices that callers created are gone."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[1:2] == (str(gpu),) and (key[0] in {"lost", "ecc", "recovery"} or key in made))
             if (mode := facts.pop(("migpending", str(gpu)), None)) is not None:
                 facts.pop(("mig", str(gpu)), None)
                 facts[("migmode", str(gpu))] = mode
-
-        self.change(change)
 
     def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
         """Sends one critical XID event of the GPU, or of one of its GPU instances."""
@@ -111,12 +108,9 @@ class SimControl:
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
         """Sets the MIG mode, even if callers have set it; they can change it afterwards."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
             facts["mig", str(gpu)] = str(int(enabled))
-
-        self.change(change)
 
     def require_reset_for_mig(self, gpu: int) -> None:
         """A caller's change of the MIG mode is pending from now on until `restore_gpu`."""
@@ -124,14 +118,11 @@ class SimControl:
 
     def set_mig_instances(self, gpu: int, instances: Mapping[int, MigInstance]) -> None:
         """Replaces the GPU's MIG devices, by NVML's index of the MIG device."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             _remove(facts, lambda key: key[:2] == ("instance", str(gpu)))
             facts[("remade", str(gpu))] = "1"
             for number, instance in instances.items():
                 facts[("instance", str(gpu), str(number))] = instance_fact(instance)
-
-        self.change(change)
 
     def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
         """The GPU's MIG devices by NVML's index, if they were set here or changed by callers; empty while the GPU has the MIG devices of
@@ -153,7 +144,8 @@ class SimControl:
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
         """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
 
-        self.change(lambda facts: _put_processes(facts, gpu, processes))
+        with self.changing() as facts:
+            _put_processes(facts, gpu, processes)
 
     def start_mps_server(self, gpu: int, pid: int) -> None:
         """Starts an MPS server: the driver lists the process as a compute process, as it lists a real server with clients. Changes of other
@@ -167,12 +159,9 @@ class SimControl:
 
     def end_mps(self, pid: int) -> None:
         """Ends the MPS server with this pid and its clients, or this client, on all GPUs. The `process` facts of a client remain."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             gone = {key for key, value in facts.items() if key[0] == "mpsclient" and value == str(pid)}
             _remove(facts, lambda key: key in gone or (key[0] in {"mpsserver", "mpsclient"} and key[2] == str(pid)))
-
-        self.change(change)
 
     def set_memory_used(self, gpu: int, memory_bytes: int) -> None:
         self._set(("memory", str(gpu)), str(memory_bytes))
@@ -225,61 +214,60 @@ class SimControl:
 
     def unload_driver(self) -> None:
         """All calls fail until `load_driver`; earlier sessions stay stale afterwards, and values that callers set are removed."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             facts[("loaded",)] = "0"
             facts[("generation",)] = str(int(facts.get(("generation",), "0")) + 1)
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[0] in _SET_BY_CALLERS or key in made)
 
-        self.change(change)
-
     def load_driver(self, version: str | None = None) -> None:
         """Loads the driver (again). A changed `version` is a mismatch for processes that loaded the library earlier."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             facts[("loaded",)] = "1"
             if version is not None:
                 facts[("driver",)] = version
 
-        self.change(change)
-
     def clear(self) -> None:
         """Removes every fault and the scripted load. Delivered events, stale sessions and values that callers set remain."""
-
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS and key not in made)
-
-        self.change(change)
 
     # -- the file --------------------------------------------------------------------------------------------------------
 
     def _event(self, gpu: int, kind: int, data: int, gpu_instance: int = _NO_INSTANCE) -> None:
-        def change(facts: Facts) -> None:
+        with self.changing() as facts:
             numbers = sorted(int(key[1]) for key in facts if key[0] == "event")
             number = (numbers[-1] if numbers else 0) + 1
             facts[("event", str(number))] = f"{gpu} {kind} {data} {gpu_instance}"
             spent = {str(old) for old in numbers[: -_EVENTS_KEPT + 1]}
             _remove(facts, lambda key: key[0] == "event" and key[1] in spent)
 
-        self.change(change)
-
     def _set(self, key: Key, value: str) -> None:
-        self.change(lambda facts: facts.update({key: value}))
+        with self.changing() as facts:
+            facts[key] = value
 
     def _drop(self, matches: Callable[[Key], bool]) -> None:
-        self.change(lambda facts: _remove(facts, matches))
+        with self.changing() as facts:
+            _remove(facts, matches)
 
     def _read(self) -> Facts:
         return _parse(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
 
-    def change(self, change: Callable[[Facts], None]) -> None:
-        """Makes one change of all facts: a reader sees the state before or after it."""
-        with changing(self.path):
+    @contextmanager
+    def changing(self) -> Iterator[Facts]:
+        """All facts, for one change in the block: a reader sees the state before or after it. Only one caller at a time is inside. The lock
+        file counts the changes; the library reads the count from mapped memory, without a system call."""
+        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             facts = self._read()
-            change(facts)
+            yield facts
             replace_file(self.path, "".join(f"{' '.join(key)} {value}\n" for key, value in facts.items()), durable=False)
+            count = int.from_bytes(os.pread(lock, _COUNT_BYTES, 0), sys.byteorder)
+            os.pwrite(lock, (count + 1).to_bytes(_COUNT_BYTES, sys.byteorder), 0)
+        finally:
+            os.close(lock)
 
 
 def _gpu(gpu: int | None) -> str:
@@ -321,20 +309,6 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
         del facts[key]
 
 
-@contextmanager
-def changing(path: Path) -> Iterator[None]:
-    """Encloses a replacement of the control file. Only one caller at a time is inside this context. The lock file counts the replacements;
-    the library reads the count from mapped memory, without a system call."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        count = int.from_bytes(os.pread(lock, _COUNT_BYTES, 0), sys.byteorder)
-        os.pwrite(lock, (count + 1).to_bytes(_COUNT_BYTES, sys.byteorder), 0)
-    finally:
-        os.close(lock)
-
-
 #: The difference in temperature between a fully used and an idle GPU, and the factor between their power.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
@@ -364,7 +338,9 @@ class SimLoad:
         self._write(touched)
 
     def _write(self, gpus: Collection[int]) -> None:
-        def change(facts: Facts) -> None:
+        if not gpus:
+            return
+        with self._control.changing() as facts:
             for gpu in gpus:
                 model, processes = self._node.model_of(gpu), self._processes[gpu].values()
                 percent = min(100, sum(process.sm_percent for process in processes))
@@ -373,6 +349,3 @@ class SimLoad:
                 facts["utilization", str(gpu)] = f"{percent} {percent // 2}"
                 facts["temperature", str(gpu)] = str(model.idle_celsius + _BUSY_CELSIUS * percent // 100)
                 facts["power", str(gpu)] = str(round(1000 * watts))
-
-        if gpus:
-            self._control.change(change)
