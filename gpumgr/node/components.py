@@ -53,7 +53,7 @@ from gpumgr.settings import Settings, profile
 from gpumgr.web.graph import graph_text
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Metrics
 from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ class Backends(Protocol):
 
 
 class LimitMeter(SuspendMeter, Protocol):
-    """Metrics of this package (gpumgr.web.metrics.registry.Metrics)."""
+    """Metrics of this package (gpumgr.web.metrics.Metrics)."""
 
     def went_over(self) -> None: ...
 

@@ -190,11 +190,6 @@ def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path
     try:
         context.load_cert_chain(cert_file, key_file, no_passphrase)
     except (OSError, ValueError) as error:
-        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-            raise SettingsError(
-                f"{section}.tls_key_file {key_file} is not the key of the certificate in {section}.tls_cert_file {cert_file}; name the "
-                "two that belong together"
-            ) from error
         raise SettingsError(
             f"{section}.tls_cert_file {cert_file} and {section}.tls_key_file {key_file} can't be used: {_why(error)}; look at both with "
             "`openssl x509` and `openssl pkey`"

@@ -232,8 +232,7 @@ class HttpServer:
                 self.disconnects += 1
                 raise
             except Exception as error:
-                where = _where(error)
-                _log.error("page_failed", path=request.path, error=str(error), kind=type(error).__name__, where=where)
+                _log.error("page_failed", path=request.path, error=repr(error), exc_info=error)
                 return failure(500, "the server failed to respond; see its log")
 
         return middleware
@@ -293,10 +292,3 @@ async def _readable(listening: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(listening)
-
-
-def _where(error: Exception) -> str:
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else "?"

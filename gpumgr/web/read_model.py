@@ -31,8 +31,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import resource_names
-from gpumgr.web.metrics.exposition import Exposition
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Exposition, Metrics
 from gpumgr.web.state import node_state, pod_details
 
 if TYPE_CHECKING:

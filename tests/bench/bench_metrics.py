@@ -22,8 +22,7 @@ from gpumgr.common.aio import until_tick
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.topology.devices import NodeSnapshot
-from gpumgr.web.metrics.exposition import Exposition
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Exposition, Metrics
 from tests.allocations import block_count
 from tests.background import background
 from tests.bench import figures

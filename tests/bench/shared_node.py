@@ -42,7 +42,7 @@ from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatc
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts, memory_left
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Metrics
 from tests import mps_control
 from tests.allocations import allocated
 from tests.bench.bench_metrics import GPUS, node_snapshot

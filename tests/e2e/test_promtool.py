@@ -14,7 +14,7 @@ import yaml
 
 from gpumgr.common.prometheus_text import page
 from gpumgr.settings.schema import MetricsSettings
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Metrics
 from tests.unit.web.metrics.pages import full_picture
 from tests.unit.web.metrics.pictures import uuid_of
 

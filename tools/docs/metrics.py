@@ -5,7 +5,7 @@ from gpumgr.cluster.scheduler import metrics as scheduler
 from gpumgr.common.prometheus_text import Family
 from gpumgr.compat.gpu_manager import metrics as gpu_manager
 from gpumgr.compat.hami.metrics import render_hami
-from gpumgr.web.metrics.registry import catalogue
+from gpumgr.web.metrics import catalogue
 from tests.unit.web.metrics.pages import full_picture
 from tools.docs.markdown import code, table
 

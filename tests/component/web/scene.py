@@ -20,8 +20,7 @@ from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import Origin, origin_of
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import Limits, PageServer
-from gpumgr.web.metrics.exposition import Exposition
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Exposition, Metrics
 from tests.unit.web.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
 CERTIFICATES = Path(__file__).parent / "certificates"

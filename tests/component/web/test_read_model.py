@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.kubelet.dra.slice_publisher import PublisherState
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Metrics
 from gpumgr.web.read_model import ReadModel
 
 REFUSED = "HTTP 403: resourceslices is forbidden"

@@ -95,7 +95,7 @@ async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_pa
         assert await status(server, "/healthz", context()) == 200
         assert await status(server, "/healthz", context()) == 200
     assert [line["event"] for line in logs] == ["certificates_unusable"]
-    assert "is not the key of the certificate" in logs[0]["error"]
+    assert "can't be used: key values mismatch" in logs[0]["error"]
     shutil.copy(CERTIFICATES / "stranger.key", tmp_path / "new")
     os.replace(tmp_path / "new", files["tls_key_file"])
     assert await status(server, "/healthz", context(ca="stranger")) == 200
@@ -155,7 +155,10 @@ async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hang
         ({"client_ca_file": "missing.crt"}, "client_ca_file {folder}/missing.crt can't be read: No such file or directory"),
         ({"tls_cert_file": "server.key"}, "tls_cert_file {folder}/server.key has no certificate in PEM"),
         ({"tls_key_file": "server.crt"}, "tls_key_file {folder}/server.crt has no private key in PEM"),
-        ({"tls_key_file": "client.key"}, "tls_key_file {folder}/client.key is not the key of the certificate"),
+        (
+            {"tls_key_file": "client.key"},
+            "tls_cert_file {folder}/server.crt and http.tls_key_file {folder}/client.key can't be used: key values mismatch",
+        ),
         (
             {"tls_cert_file": "broken.crt"},
             "tls_cert_file {folder}/broken.crt and http.tls_key_file {folder}/server.key can't be used",

@@ -15,7 +15,7 @@ from gpumgr.cluster.scheduler.metrics import FAMILIES
 from gpumgr.common.errors import RefusalCode
 from gpumgr.placement.topology.labels import gpu_labels
 from gpumgr.settings.schema import is_live, sections
-from gpumgr.web.metrics.registry import catalogue
+from gpumgr.web.metrics import catalogue
 from tests.unit.web.metrics.pictures import snapshot_of
 from tools.docs import environment, kubernetes, log_events, refusals
 from tools.docs.__main__ import filled, parts

@@ -15,7 +15,7 @@ from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
-from gpumgr.web.metrics.registry import Metrics
+from gpumgr.web.metrics import Metrics
 from tests.unit.ledger.usage.samples import container, sample, used
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole

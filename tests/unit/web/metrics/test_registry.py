@@ -8,7 +8,7 @@ import gpumgr
 from gpumgr.agent.ports import Meter
 from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE, Resource
 from gpumgr.runtime.memory_limit_watcher import LimitMeter as AccountingMeter
-from gpumgr.web.metrics.registry import OUTCOMES, Drift, Metrics, catalogue
+from gpumgr.web.metrics import OUTCOMES, Drift, Metrics, catalogue
 
 from .pages import families, full_picture, metrics_of
 from .pictures import uuid_of
