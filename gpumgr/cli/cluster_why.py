@@ -199,9 +199,6 @@ def _lines(why: Why) -> Iterator[str]:
             yield "CPU, memory, taints and affinity are kube-scheduler's own filters, which only its message shows."
     elif why.node:
         yield f"{name} is bound to node {why.node}."
-        for container, gpus in why.gpus.items():
-            shares = ", ".join(f"{cores} cores and {memory} MiB of GPU {gpu}" for gpu, cores, memory in gpus)
-            yield f"  {container}: {shares}"
         yield f"`gpumgr why {why.namespace}/{why.pod}` on that node shows what its agent did."
     else:
         yield f"{name} is not bound{f' ({why.phase})' if why.phase else ''}."

@@ -111,7 +111,7 @@ class ClusterIndex:
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         self._version = 0
-        #: Names of nodes that have changed; ClusterOverview removes the names. `_taken`: the nodes that have changed since the last
+        #: Names of nodes that have changed; NodeRows removes the names. `_taken`: the nodes that have changed since the last
         #: `take_changed`.
         self.changed: set[str] = set()
         self._taken: set[str] = set()

@@ -1,7 +1,7 @@
 """A node's GPUs as the scheduler sees them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -141,12 +141,7 @@ def summarize(node: NodeState, used: Used) -> tuple[Totals, Amounts]:
         for each, amounts in (("used", held), ("stranded" if part == "full" else part, free)):
             totals["cores", gpu.model, each] += amounts.cores
             totals["memory", gpu.model, each] += amounts.memory_mebibytes
-    return totals, free_sum(zip(node.gpus, used, strict=True))
-
-
-def free_sum(gpus: Iterable[tuple[GpuState, Amounts]]) -> Amounts:
-    """The sum of what is free on the offered GPUs. `gpus`: pairs of a GPU and what is used of it."""
-    return sum((_free(gpu, held) for gpu, held in gpus if gpu.offered), NOTHING)
+    return totals, sum((_free(gpu, held) for gpu, held in zip(node.gpus, used, strict=True) if gpu.offered), NOTHING)
 
 
 def _free(gpu: GpuState, held: Amounts) -> Amounts:

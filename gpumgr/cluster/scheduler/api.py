@@ -30,15 +30,13 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`gpus` of a bound pod: container -> (GPU's UUID, or its index; cores; MiB). `condition`: the text of the pod's condition
-    PodScheduled. `problem`: why an annotation of the pod is not used, or why gpumgr does not place the pod. `waiting`: only for a pod that
-    is not bound."""
+    """`condition`: the text of the pod's condition PodScheduled. `problem`: why an annotation of the pod is not used, or why gpumgr does
+    not place the pod. `waiting`: only for a pod that is not bound."""
 
     namespace: str
     pod: str
     phase: str = ""
     node: str = ""
-    gpus: dict[str, list[tuple[str | int, int, int]]] = {}
     condition: str = ""
     problem: str = ""
     waiting: Waiting | None = None

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 import gpumgr
 from gpumgr.cluster.core.node import GPU_PARTS, PARTS, Totals
 from gpumgr.cluster.scheduler.api import KINDS, Kind
+from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import Inventory
-from gpumgr.cluster.scheduler.overview import ClusterOverview
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import FilterResult, PreemptResult
 from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
@@ -108,8 +108,8 @@ FAMILIES: Final = (_SECONDS, *_PROCESS, _NODES, _PLACED, _ASSUMED, _WAITING, _GP
 
 
 class SchedulerMetrics:
-    def __init__(self, watches: ClusterWatches, overview: ClusterOverview, *, leader: Callable[[], bool]) -> None:
-        self._index, self._watches, self._overview, self._leader = watches.index, watches, overview, leader
+    def __init__(self, watches: ClusterWatches, rows: NodeRows, *, leader: Callable[[], bool]) -> None:
+        self._index, self._watches, self._rows, self._leader = watches.index, watches, rows, leader
         self._registry = CollectorRegistry(auto_describe=False)
         seconds = Histogram(_SECONDS.name, _SECONDS.about, _SECONDS.labels, buckets=_BUCKETS, registry=self._registry)
         self._seconds = {(verb, outcome): seconds.labels(verb, outcome) for verb in VERBS for outcome in OUTCOMES}
@@ -121,13 +121,13 @@ class SchedulerMetrics:
             self._seconds[verb, outcome].observe(seconds)
 
     async def response(self, waiting: Counter[Kind | None]) -> web.Response:
-        """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the overview
+        """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the rows
         first."""
-        totals = await self._overview.totals()
+        totals = await self._rows.totals()
         return scraped([*self._gauges(waiting, totals), *map(render_metric, self._registry.collect())])
 
     def _gauges(self, waiting: Counter[Kind | None], totals: Totals) -> Iterator[RenderedFamily]:
-        inventories = self._overview.inventories
+        inventories = self._rows.inventories
         families: dict[Family, Mapping[tuple[str, ...], float]] = {
             **process_values(_PROCESS, self._watches, leads=self._leader()),
             _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},

@@ -19,8 +19,9 @@ import gpumgr
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.api import Kind, Why
 from gpumgr.cluster.scheduler.metrics import SchedulerMetrics
+from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedPod
-from gpumgr.cluster.scheduler.overview import ClusterOverview, request_text
+from gpumgr.cluster.scheduler.reasons import WaitingReasons, request_text
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.settings import Settings
@@ -57,8 +58,9 @@ class ClusterPages:
         self, server: ApiServer, watches: ClusterWatches, policy: Policy, *, leader: Callable[[], bool] = lambda: True
     ) -> None:
         self._server, self._watches, self._leader = server, watches, leader
-        self._overview = ClusterOverview(watches, policy)
-        self.metrics = SchedulerMetrics(watches, self._overview, leader=leader)
+        self._rows = NodeRows(watches)
+        self._reasons = WaitingReasons(watches, self._rows, policy)
+        self.metrics = SchedulerMetrics(watches, self._rows, leader=leader)
         self._page = IndexPage(PAGE)
         self._computing, self._answering = asyncio.Lock(), asyncio.Semaphore(_MAX_QUESTIONS)
         self._kinds: tuple[float, list[tuple[WatchedPod, Kind | None, str]]] = (-math.inf, [])
@@ -72,12 +74,12 @@ class ClusterPages:
         }
 
     async def _waiting(self) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Refreshes the overview, and returns ClusterOverview.kinds of all waiting pods."""
+        """Refreshes the rows, and returns WaitingReasons.kinds of all waiting pods."""
         async with self._computing:
-            await self._overview.refresh()
+            await self._rows.refresh()
             now = asyncio.get_running_loop().time()
             if now >= self._kinds[0] + _KEPT_SECONDS:
-                self._kinds = now, await self._overview.kinds(self._watches.pending.values())
+                self._kinds = now, await self._reasons.kinds(self._watches.pending.values())
             return self._kinds[1]
 
     async def _index(self, request: web.Request) -> web.Response:
@@ -97,7 +99,7 @@ class ClusterPages:
                 "synced": self._watches.synced,
                 "waiting": len(waiting),
                 "pods": [_row(*each) for each in shown],
-                "nodes": self._overview.rows,
+                "nodes": self._rows.rows,
             }
         )
 
@@ -125,14 +127,11 @@ class ClusterPages:
         why = Why(
             namespace=namespace, pod=name, phase=str(status.get("phase", "")), node=pod.node or "", problem=pod.problem or ""
         )
-        if pod.node is not None:
-            for container, shares in zip(pod.containers, pod.shares or (), strict=False):
-                why.gpus[container] = [(gpu, amounts.cores, amounts.memory_mebibytes) for gpu, amounts in shares]
-        elif pod.wants_gpu:
+        if pod.node is None and pod.wants_gpu:
             scheduled = [each for each in status.get("conditions") or () if each.get("type") == "PodScheduled"]
             why.condition = " ".join(str(each.get("message") or each.get("reason") or "") for each in scheduled)
-            why.waiting = await self._overview.why(pod, each_node=request.query.get("nodes") == "1")
-        elif why.phase == "Pending":
+            why.waiting = await self._reasons.why(pod, each_node=request.query.get("nodes") == "1")
+        elif pod.node is None and why.phase == "Pending":
             why.problem = "it requests no GPU, so gpumgr does not place it"
         return _compressed(why)
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.scheduler import overview
+from gpumgr.cluster.scheduler import node_rows
 from gpumgr.cluster.scheduler.api import Waiting
-from gpumgr.cluster.scheduler.overview import MAX_REQUESTS, ClusterOverview
+from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.pages import application_of
+from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS, WaitingReasons
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.web.access import Origin
@@ -174,9 +175,9 @@ async def test_a_quota_is_a_reason_with_its_numbers(pages: PagesStage, limits: s
         assert waiting["groups"] == [{"reason": f"denied by quota: {said}", "count": 2, "closest": "", "nodes": []}]
 
 
-async def test_constraints_narrow_what_counts_as_fragmentation(pages: PagesStage) -> None:
+async def test_constraints_are_shown_and_their_reason(pages: PagesStage) -> None:
     """Node b has enough in total, and none of it is of the model."""
-    for model, kind in (("H100", "resources"), ("A100", "elsewhere")):
+    for model, kind in (("H100", "fragmentation"), ("A100", "elsewhere")):
         gpus = tuple(InventoryGpu(uuid=f"GPU-b-{gpu}", model="NVIDIA A100", memory=GPU_MEBIBYTES) for gpu in range(4))
         pages.sim.put_node(ready(node("b", 4, inventory("b", 4, gpus=gpus))))
         await until(lambda: pages.watches.nodes["b"].state.gpus[0].model != "")
@@ -207,7 +208,7 @@ async def test_why_of_other_pods(pages: PagesStage) -> None:
     text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'
     pages.sim.put_document(pod("bound", ("app", 60, 16), on="b", annotations={"gpumgr.io/placement": text}))
     bound = await pages.why("bound")
-    assert (bound["node"], bound["gpus"], bound.get("waiting")) == ("b", {"c0": [["GPU-b-3", 60, 4096]]}, None)
+    assert (bound["node"], bound.get("waiting")) == ("b", None)
     pages.sim.put_document(pod("plain", ("app", 0, 0)))
     assert "requests no GPU" in (await pages.why("plain"))["problem"]
     assert (await pages.get("/api/why?namespace=team&name=gone"))[0] == 404
@@ -299,8 +300,8 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
 
 
 async def test_the_sums_over_all_nodes_are_computed_in_slices(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview, "_COMPUTED", 1)
-    shown = ClusterOverview(pages.watches, "binpack")
+    monkeypatch.setattr(node_rows, "_COMPUTED", 1)
+    shown = NodeRows(pages.watches)
     await shown.refresh()
     summing, turns = asyncio.create_task(shown.totals()), 0
     while not summing.done():
@@ -311,7 +312,8 @@ async def test_the_sums_over_all_nodes_are_computed_in_slices(pages: PagesStage,
 
 async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesStage) -> None:
     await pages.waits(pod("one", ("app", 1, 1)))
-    counting = asyncio.create_task(ClusterOverview(pages.watches, "binpack").kinds([*pages.watches.pending.values()] * 5000))
+    reasons = WaitingReasons(pages.watches, NodeRows(pages.watches), "binpack")
+    counting = asyncio.create_task(reasons.kinds([*pages.watches.pending.values()] * 5000))
     turns = 0
     while not counting.done():
         await asyncio.sleep(0)
@@ -322,7 +324,7 @@ async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesS
 async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
     await pages.waits(pod("one", ("app", 400, 0)))
     at_a_time, most = 0, 0
-    answered = ClusterOverview.why
+    answered = WaitingReasons.why
 
     async def counted(*arguments: Any, **more: Any) -> Waiting:
         nonlocal at_a_time, most
@@ -332,6 +334,6 @@ async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: p
         at_a_time -= 1
         return await answered(*arguments, **more)
 
-    monkeypatch.setattr(ClusterOverview, "why", counted)
+    monkeypatch.setattr(WaitingReasons, "why", counted)
     answers = await asyncio.gather(*(pages.get("/api/why?namespace=team&name=one") for _ in range(12)))
     assert ({status for status, _ in answers}, most) == ({200}, 4)

@@ -14,9 +14,10 @@ from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler import watches
+from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedNode
-from gpumgr.cluster.scheduler.overview import ClusterOverview
 from gpumgr.cluster.scheduler.quota_sources import WatchedQuotas, parse_quotas
+from gpumgr.cluster.scheduler.reasons import WaitingReasons
 from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
@@ -181,9 +182,9 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     elif asked == "retry":
         assert await stage.extender.retryable() is None
     else:
-        overview = ClusterOverview(stage.watches, "binpack")
-        await overview.refresh()
-        found = await overview.kind(stage.watches.pending["uid-one"])
+        rows = NodeRows(stage.watches)
+        await rows.refresh()
+        found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"])
         assert found[0] == "quota"
     ended.set()
     await counting

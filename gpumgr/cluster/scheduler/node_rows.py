@@ -1,0 +1,90 @@
+"""A row and sums for each node with GPUs, for the page and the metrics. Nodes are computed again only after a change."""
+
+import asyncio
+from collections import Counter
+from typing import Any, Final
+
+import msgspec
+
+from gpumgr.cluster.core.node import NodeState, Totals, Used, summarize
+from gpumgr.cluster.scheduler.objects import WatchedNode
+from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.units import Amounts
+
+#: The number of nodes that are computed before the event loop serves other tasks.
+_COMPUTED: Final = 100
+_CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, True): 2}
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """`row` is the node's row of the page, as JSON. `sums`: what is free on its offered GPUs together."""
+
+    row: msgspec.Raw
+    totals: Totals
+    sums: Amounts
+    inventory: str
+
+
+class NodeRows:
+    """The nodes with GPUs or an inventory, as of the last `refresh`."""
+
+    def __init__(self, watches: ClusterWatches) -> None:
+        self._index, self._watched = watches.index, watches.nodes
+        self._nodes: dict[str, _Node] = {}
+        self._lock = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Computes the nodes that have changed in the index."""
+        async with self._lock:
+            while self._index.changed:
+                for _ in range(min(_COMPUTED, len(self._index.changed))):
+                    self._update(self._index.changed.pop())
+                await asyncio.sleep(0)
+
+    def _update(self, name: str) -> None:
+        self._nodes.pop(name, None)
+        state, watched = self._index.node(name), self._watched.get(name)
+        if state is not None and watched is not None and (state.gpus or watched.inventory != "none"):
+            used = self._index.used(name)
+            row = msgspec.Raw(msgspec.json.encode(_row(state, used, watched)))
+            self._nodes[name] = _Node(row, *summarize(state, used), watched.inventory)
+
+    @property
+    def rows(self) -> list[msgspec.Raw]:
+        return [node.row for node in self._nodes.values()]
+
+    @property
+    def sums(self) -> dict[str, Amounts]:
+        """Name of the node -> what is free on its offered GPUs together."""
+        return {name: node.sums for name, node in self._nodes.items()}
+
+    async def totals(self) -> Totals:
+        """The sums over all nodes."""
+        totals = Totals()
+        for number, node in enumerate(list(self._nodes.values())):
+            if number % _COMPUTED == 0:
+                await asyncio.sleep(0)
+            totals.update(node.totals)
+        return totals
+
+    @property
+    def inventories(self) -> Counter[str]:
+        """How many nodes have each value of WatchedNode.inventory."""
+        return Counter(node.inventory for node in self._nodes.values())
+
+
+def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:
+    """`gpus` has for each GPU [model's position in `models`, used cores, used MiB, all MiB, 0 = offered, 1 = cordoned, 2 = unhealthy]."""
+    models = sorted({gpu.model for gpu in state.gpus})
+    return {
+        "name": state.name,
+        "models": models,
+        "gpus": [
+            (models.index(gpu.model), held.cores, held.memory_mebibytes, gpu.memory_mebibytes, _CLOSED[gpu.healthy, gpu.cordoned])
+            for gpu, held in zip(state.gpus, used, strict=True)
+        ],
+        "ready": watched.ready,
+        "inventory": watched.inventory,
+        **({"pool": state.pool} if state.pool else {}),
+        **({"problem": watched.problem} if watched.problem else {}),
+    }
