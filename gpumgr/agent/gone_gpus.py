@@ -36,17 +36,13 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a start. Call it after the quarantine is restored. A GPU is forgotten without a wait if an earlier
-        process has recorded its replacement, since the kubelet gets a new list anyway. A note that can't be read counts as empty: an
-        operator can still forget the GPUs.
-        """
+        """Takes over the addresses after a start. Call it after the quarantine is restored. A note that can't be read counts as empty: an
+        operator can still forget the GPUs."""
         try:
             self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])
         except CheckpointError as error:
             log.warning("gpu_addresses_lost", reason=str(error))
             self._addresses = {}
-        taken = list(self._addresses.values())
-        self._replaced_since = {uuid: float("-inf") for uuid, place in self._addresses.items() if taken.count(place) > 1}
 
     async def look(self) -> None:
         """Records the addresses of the listed GPUs, and forgets GPUs that were replaced. Call it after each sample."""

@@ -7,8 +7,9 @@
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 import structlog
@@ -24,14 +25,13 @@ from gpumgr.agent.api import (
     decode_cordons,
 )
 from gpumgr.agent.gone_gpus import GoneGpus
-from gpumgr.agent.gpu_names import find_registered_gpu
 from gpumgr.agent.history import about
 from gpumgr.agent.pods import find_pod, pod_of, pods_of
 from gpumgr.agent.ports import Eviction, Evictor, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
-from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.common.units import BLOCK_BYTES, GpuName
 from gpumgr.ledger.checkpoint.tables import encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
@@ -51,7 +51,7 @@ EVICTED = "GpuDrained"
 
 
 class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpu` is any name that `gpumgr.agent.gpu_names` accepts. `evict`: a drain evicts the pods on the GPU. `reason` is the operator's
+    """`gpu` is any name that `find_gpu` accepts. `evict`: a drain evicts the pods on the GPU. `reason` is the operator's
     text."""
 
     action: Action
@@ -136,9 +136,7 @@ class Maintenance:
             raise InputError(f"the reason has {len(request.reason)} characters; {REASON_CHARACTERS} at most")
         async with self._lock:
             agent_state = self._agent_state
-            gpu = find_registered_gpu(
-                request.gpu, agent_state.ledger.gpu_registry, agent_state.node().indices, agent_state.inventory.snapshot.failures
-            )
+            gpu = find_gpu(request.gpu, agent_state.ledger.gpu_registry.gpus, agent_state.node().indices)
             match request.action:
                 case "cordon" | "drain":
                     done = await self._cordon(gpu, request)
@@ -285,6 +283,31 @@ class Maintenance:
 
     def _label(self, gpu: RegisteredGpu) -> str:
         return self._agent_state.node().label(gpu.name)
+
+
+_INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
+#: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight or more.
+MIN_DIGITS: Final = 4
+
+
+def find_gpu(text: str, gpus: Sequence[RegisteredGpu], indices: Mapping[GpuName, int]) -> RegisteredGpu:
+    """The GPU with this index ("3", "GPU3"), name in device ids, UUID, or beginning of a UUID ("GPU-0fe1", "0fe1"; MIN_DIGITS digits or
+    more). A number is an index, unless it is the whole name of a GPU. `indices` are NVML's. Raises InputError with a list of the GPUs."""
+    word = text.strip().lower()
+    digits, index = word.removeprefix("gpu-"), _INDEX.fullmatch(word)
+    found = [gpu for gpu in gpus if word == gpu.name]
+    if not found and index:
+        found = [gpu for gpu in gpus if str(indices.get(gpu.name)) == index[1]]
+    elif not found and len(digits) >= MIN_DIGITS:
+        found = [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(digits)]
+    if len(found) == 1:
+        return found[0]
+    what = "several GPUs of this node match" if found else "no GPU of this node is called"
+    listed = [(f"GPU{indices[gpu.name]} = " if gpu.name in indices else "") + gpu.uuid for gpu in gpus]
+    raise InputError(
+        f"{what} {text!r} (give an index, or {MIN_DIGITS} digits or more of a UUID); the GPUs of this node are: "
+        f"{', '.join(listed) or 'none'}"
+    )
 
 
 def _requester(gpu: RegisteredGpu) -> str:

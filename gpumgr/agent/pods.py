@@ -6,7 +6,7 @@ from typing import Final
 
 from gpumgr.agent.ports import Pods, Runtime
 from gpumgr.common.errors import CriError
-from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest
+from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest, Ledger
 from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, ResizeRequest, is_static_uid
 
 
@@ -55,6 +55,19 @@ def users(claim: ClaimRequest, pod: PodView) -> Sequence[str]:
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
     """The first of `pods_of`."""
     return next(iter(pods_of(holder, pods)), None)
+
+
+def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
+    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode. None if there are none."""
+    holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
+    if not holders:
+        return None
+    other = "through the device plugin" if mode == "dra" else "by ResourceClaims"
+    more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+    return (
+        f"node.mode is {mode}, and these pods hold GPUs {other}: {', '.join(holders[:5])}{more}; drain the node (gpumgr gpu drain), or set "
+        f"node.mode back"
+    )
 
 
 #: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod some milliseconds before the watch

@@ -18,7 +18,7 @@ from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.maintenance import Maintenance
-from gpumgr.agent.pods import PodEnds
+from gpumgr.agent.pods import PodEnds, holders_of_other_mode
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.agent.state import AgentState
@@ -40,7 +40,6 @@ from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, stored
 from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
 from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
-from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode, make_driver
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.ledger import Allocation, AllocationId
@@ -114,8 +113,10 @@ class Components:
         #: The DRA side that serves remaining claims after a change of node.mode from dra to plugin, or after a loss of the ledger (claims
         #: may remain then). Else None.
         self.former_mode_dra = None
-        if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or had_mode_dra(settings)):
-            self.former_mode_dra = self._make_dra(make_driver(settings), server, lost=loaded.lost)
+        if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
+            from gpumgr.kubelet.dra.registration import DraDriver  # here, since few nodes need it
+
+            self.former_mode_dra = self._make_dra(DraDriver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()

@@ -29,8 +29,7 @@ from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.systemd import Notifier
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, reconcile
-from gpumgr.kubelet.node_mode import make_driver, of_existing_pods
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, of_existing_pods, reconcile
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import LOST_NOTE, Loaded
 from gpumgr.ledger.history import HistoryEntry
@@ -67,7 +66,11 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
-    driver = make_driver(settings) if settings.node.mode == "dra" else None
+    driver = None
+    if settings.node.mode == "dra":
+        from gpumgr.kubelet.dra.registration import DraDriver  # here, since few nodes need it
+
+        driver = DraDriver(settings)
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
     # the next agent does not wait for their end.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from gpumgr.agent.pods import holders_of_other_mode
 from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
-from gpumgr.kubelet.node_mode import holders_of_other_mode
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError
 from gpumgr.ledger.ledger import Ledger

@@ -25,11 +25,10 @@ from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
-from gpumgr.runtime.background_call import BackgroundCall
 from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
-from gpumgr.runtime.process_owners import ProcessOwners
+from gpumgr.runtime.process_owners import BackgroundCall, ProcessOwners
 from gpumgr.runtime.resizes import decide_resizes
 from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
 from gpumgr.runtime.suspensions import REFUSED, Suspensions

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from gpumgr.common.units import MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
+from gpumgr.common.units import DRA_DRIVER, MIG_PREFIX, MIG_RESOURCE, REPLICA_RESOURCE, RESOURCE_NAMES, RESOURCES, Resource
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import Settings
 
@@ -54,6 +54,11 @@ def inner_names(settings: Settings) -> Mapping[str, str]:
 def replica_resources(settings: Settings) -> ReplicaResources | None:
     """The settings of HAMi's resources; None: this agent does not serve requests of them."""
     return settings.hami if "replica" in offered(settings) else None
+
+
+def had_mode_dra(settings: Settings) -> bool:
+    """Whether an agent has served ResourceClaims on this node: then the driver's folder exists. False if the folder is not mounted."""
+    return (settings.kubelet.plugins_dir / DRA_DRIVER).is_dir()
 
 
 #: The name of the link, and of the library in its folder.

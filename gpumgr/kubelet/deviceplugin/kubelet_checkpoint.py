@@ -18,6 +18,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
+from gpumgr.agent.ports import Pods
 from gpumgr.agent.reconciler import Reconciler
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
@@ -28,6 +29,7 @@ from gpumgr.ledger.answer import GRANTED_ANNOTATION, ContainerResponse, Granted,
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.rebuild import KubeletEntry
+from gpumgr.placement.pods import is_static_uid
 
 FILE_NAME = "kubelet_internal_checkpoint"
 T = TypeVar("T")
@@ -138,6 +140,16 @@ async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str])
     except KubeletError as error:
         log.warning("kubelet_checkpoint_unreadable", error=str(error))
         return None
+
+
+def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence[CheckpointEntry]:
+    """The entries of the kubelet's checkpoint, except for deleted pods; all entries while the API server can't be reached. Mode dra
+    needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each start
+    of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs."""
+    if not pods.reachable:
+        return entries
+    known = {uid for pod in pods.all() for uid in (pod.uid, pod.runtime_uid)}
+    return [each for each in entries if each.pod_uid in known or is_static_uid(each.pod_uid)]
 
 
 async def stored_nodes(device_plugin_dir: Path, allocation: AllocationId) -> Collection[str]:

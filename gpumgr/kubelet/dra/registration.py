@@ -32,6 +32,7 @@ from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served, path_problem, remove_leftovers
 from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
+from gpumgr.settings import Settings
 
 _log = structlog.get_logger(__name__)
 
@@ -244,9 +245,16 @@ class DraDriver:
     """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the code that decides, before it calls
     `plugin.decide_with`. `faults`: the health of the devices, for the kubelet."""
 
-    def __init__(self, plugins_dir: Path, registry_dir: Path, instance: str | None, pool: str) -> None:
-        """Must be called inside a running event loop. `instance`: see DraLink. `pool`: the name of the node's pool of devices."""
+    def __init__(self, settings: Settings) -> None:
+        """Must be called inside a running event loop."""
+        kubelet, pool = settings.kubelet, settings.node.name
         self.plugin = DraPlugin(pool)
         self.faults = LatestValue[Faults]({})
         services = (self.plugin, DraHealth(pool, self.faults))
-        self.link = DraLink(plugins_dir, registry_dir, services, end_streams=self.faults.end_readers, instance=instance)
+        self.link = DraLink(
+            kubelet.plugins_dir,
+            kubelet.plugins_registry_dir,
+            services,
+            end_streams=self.faults.end_readers,
+            instance=settings.process.instance,
+        )

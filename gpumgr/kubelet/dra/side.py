@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from gpumgr.agent.claims import NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
 from gpumgr.agent.inventory import Inventory
+from gpumgr.agent.pods import holders_of_other_mode
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import persistently, wait_at_most
@@ -27,12 +28,12 @@ from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import WAIT_SECONDS
 from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
 from gpumgr.kubelet.dra.slices import Taint, slice_devices, with_lost
-from gpumgr.kubelet.node_mode import had_mode_dra, holders_of_other_mode
 from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.settings import Settings
+from gpumgr.settings.profile import had_mode_dra
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,6 @@ from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
 from gpumgr.kubelet.dra.registration import DraDriver
-from gpumgr.kubelet.node_mode import make_driver
 from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
@@ -80,7 +79,7 @@ async def second(
     settings: Settings, stop: asyncio.Event, node: SimNode | None = None
 ) -> AsyncIterator[tuple[DraDriver, asyncio.Future[bool]]]:
     """An agent that starts while another one holds the node; the future has whether it got the node."""
-    driver = make_driver(settings)
+    driver = DraDriver(settings)
     held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     done = asyncio.Event()
 

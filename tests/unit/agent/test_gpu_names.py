@@ -1,17 +1,15 @@
-"""Names of GPUs in requests: one grammar for the agent and the commands."""
+"""Names of GPUs in an operator's requests."""
 
 import pytest
 
-from gpumgr.agent.gpu_names import KnownGpu, find_gpu
+from gpumgr.agent.maintenance import find_gpu
 from gpumgr.common.errors import InputError
+from gpumgr.ledger.ids import GpuRegistry
 
-KNOWN = [
-    KnownGpu(name="79f4a7f4", uuid="GPU-79f4a7f4-aaaa-0000-0000-000000000000", index=4),
-    KnownGpu(name="0fe1c342", uuid="GPU-0fe1c342-bbbb-0000-0000-000000000000", index=0),
-    KnownGpu(name="0fe1d000", uuid="GPU-0fe1d000-cccc-0000-0000-000000000000", index=1),
-    KnownGpu(name="12345678", uuid="GPU-12345678-dddd-0000-0000-000000000000"),
-]
-LOST = {5: "GPU is lost"}
+GPUS = GpuRegistry()
+for _uuid in ("79f4a7f4-aaaa", "0fe1c342-bbbb", "0fe1d000-cccc", "12345678-dddd"):
+    GPUS = GPUS.register(f"GPU-{_uuid}-0000-0000-000000000000", 1024)
+INDICES = {"79f4a7f4": 4, "0fe1c342": 0, "0fe1d000": 1}
 
 
 @pytest.mark.parametrize(
@@ -29,34 +27,25 @@ LOST = {5: "GPU is lost"}
     ],
 )
 def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(text: str, name: str) -> None:
-    assert find_gpu(text, KNOWN, LOST) == name
+    assert find_gpu(text, GPUS.gpus, INDICES).name == name
 
 
-@pytest.mark.parametrize("text", ["79", "1234", "04", "-1", "", "GPU", "GPU-", "gpu79f4", "GPU 4", "ffff", "79f4a7f4-aaab"])
-def test_a_number_is_always_an_index_and_an_unknown_name_is_refused_with_all_names(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        *((text, "no GPU of this node is called") for text in ("79", "1234", "04", "-1", "", "GPU", "GPU-", "gpu79f4", "GPU 4")),
+        *((text, "no GPU of this node is called") for text in ("ffff", "79f4a7f4-aaab", "79f")),
+        ("GPU-0fe1", "several GPUs of this node match"),
+    ],
+)
+def test_a_name_that_is_unknown_short_or_not_one_gpus_is_refused_with_all_names(text: str, what: str) -> None:
     with pytest.raises(
-        InputError, match=r"^no GPU of this node is called '.*'; the GPUs of this node are: GPU4 = GPU-79f4a7f4-.*, GPU-12345678-"
+        InputError,
+        match=rf"^{what} '.*' \(give .* 4 digits or more of a UUID\); the GPUs of this node are: .*GPU4 = GPU-79f4a7f4-.*",
     ):
-        find_gpu(text, KNOWN, LOST)
-
-
-def test_a_beginning_must_be_long_enough_and_only_ones() -> None:
-    with pytest.raises(
-        InputError, match="'79f' is too short for a GPU's UUID: give 4 digits of it or more; the GPUs of this node are: GPU4"
-    ):
-        find_gpu("79f", KNOWN, LOST)
-    with pytest.raises(InputError, match="several GPUs of this node match 'GPU-0fe1'"):
-        find_gpu("GPU-0fe1", KNOWN, LOST)
-
-
-@pytest.mark.parametrize("text", ["5", "GPU5"])
-def test_a_gpu_that_can_not_be_described_is_not_readable_and_not_absent(text: str) -> None:
-    with pytest.raises(
-        InputError, match=r"^GPU5 of this node is not readable: GPU is lost; .*the GPUs of this node are: GPU4 = "
-    ):
-        find_gpu(text, KNOWN, LOST)
+        find_gpu(text, GPUS.gpus, INDICES)
 
 
 def test_without_gpus_there_are_none() -> None:
-    with pytest.raises(InputError, match="no GPU of this node is called '0'; the GPUs of this node are: none"):
+    with pytest.raises(InputError, match=r"no GPU of this node is called '0' .*; the GPUs of this node are: none"):
         find_gpu("0", (), {})

@@ -475,7 +475,7 @@ async def test_a_note_of_addresses_that_can_not_be_read_is_begun_anew(note: str)
     assert FIRST in bench.world.checkpoint.notes[ADDRESSES_NOTE]
 
 
-async def test_a_gpu_that_was_replaced_while_no_agent_ran_or_before_is_forgotten_unless_it_holds_something() -> None:
+async def test_a_gpu_that_was_replaced_before_a_restart_is_forgotten_unless_it_holds_something() -> None:
     node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
     bench = await Bench.made(node=node)
     pod = await bench.run("train", 100)
@@ -486,8 +486,9 @@ async def test_a_gpu_that_was_replaced_while_no_agent_ran_or_before_is_forgotten
     await bench.gone_gpus.look()
     bench.gone_gpus = GoneGpus(bench.world.agent_state, clock=lambda: bench.now)
     bench.gone_gpus.restore(bench.world.checkpoint.notes)
-    await bench.gone_gpus.look()
-    assert len(registered(bench)) == 3, "it holds a container"
+    for bench.now in (100.0, 110.0):
+        await bench.gone_gpus.look()
+        assert len(registered(bench)) == 3, "it holds a container"
     bench.world.end(pod)
     await bench.world.sweep()
     await bench.gone_gpus.look()

@@ -13,18 +13,18 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.inventory import EMPTY, HardwareHealth, Inventory
+from gpumgr.agent.pods import holders_of_other_mode
 from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry
+from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, of_existing_pods
 from gpumgr.kubelet.dra import side as dra_side
 from gpumgr.kubelet.dra.claim_reader import find_shares
 from gpumgr.kubelet.dra.registration import DraDriver
 from gpumgr.kubelet.dra.service import DraPlugin
 from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
 from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
-from gpumgr.kubelet.node_mode import holders_of_other_mode, of_existing_pods
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
@@ -159,9 +159,11 @@ class Node:
         self.world.pods.views["team", name] = view
 
     def side(self, *, lost: bool = True, mode: Literal["plugin", "dra"] = "dra") -> DraSide:
+        kubelet = KubeletSettings(plugins_dir=self.kubelet.plugins, plugins_registry_dir=self.kubelet.registry)
+        settings = Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=kubelet)
         return DraSide(
-            Settings(node=NodeSettings(name="node-1", mode=mode), kubelet=KubeletSettings(plugins_dir=self.kubelet.plugins)),
-            DraDriver(self.kubelet.plugins, self.kubelet.registry, None, "node-1"),
+            settings,
+            DraDriver(settings),
             cast("ApiServer", self.server),
             ClaimParts(
                 agent_state=self.world.agent_state,

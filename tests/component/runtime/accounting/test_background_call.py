@@ -4,7 +4,7 @@ import asyncio
 
 from structlog.testing import capture_logs
 
-from gpumgr.runtime.background_call import LONG_SECONDS, BackgroundCall
+from gpumgr.runtime.process_owners import LONG_SECONDS, BackgroundCall
 
 
 async def test_a_call_runs_on_after_the_timeout_and_only_once_at_a_time() -> None:
