@@ -13,6 +13,7 @@ suspect GPU starts in probation. XIDs that applications cause are ignored (the l
 may still work, so these XIDs count as doubtful; all other XIDs are certain faults.
 """
 
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -157,6 +158,22 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
     if verdict.reason is None:
         return _improve(health, now, rules)
     return _worsen(health, verdict, now, rules)
+
+
+def step_mig_devices(
+    faulty: Mapping[str, GpuHealth], readings: Mapping[str, Observation | None], now: float, rules: HealthRules
+) -> dict[str, GpuHealth]:
+    """The MIG devices that still have a fault of their own, after these readings of all GPUs. A MIG device that no GPU has is dropped,
+    unless a GPU did not answer."""
+    answers = [each for each in readings.values() if isinstance(each, HealthReading)]
+    left: dict[str, GpuHealth] = {}
+    for uuid, health in faulty.items():
+        reading = next((each for each in answers if uuid in each.mig_instances), None)
+        # The GPU's MIG mode is a fault for shares, but not for a MIG device.
+        after = health if reading is None else step(health, replace(reading, mig_enabled=None), now, rules)
+        if after.state != "healthy" and (reading is not None or len(answers) < len(readings)):
+            left[uuid] = after
+    return left
 
 
 def _judge(observation: Observation, rules: HealthRules) -> _Verdict | None:

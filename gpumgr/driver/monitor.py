@@ -34,9 +34,10 @@ from gpumgr.driver.health import (
     Xid,
     new_health,
     step,
+    step_mig_devices,
     uncordoned,
 )
-from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot
+from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot, Topology
 
 log = structlog.get_logger()
 
@@ -103,7 +104,7 @@ class Monitor:
         #: MIG devices with a fault that their GPU does not have.
         self._mig_health: dict[str, GpuHealth] = {}
         self._published: dict[str, GpuHealth] = {}
-        self._snapshot: NodeSnapshot | None = None
+        self._snapshot = NodeSnapshot(gpus=(), topology=Topology((), ()))
         self._cordons: dict[str, str] = {}
         #: The GPUs for which a call was hanging at the last reading.
         self._hung: frozenset[str] = frozenset()
@@ -226,7 +227,7 @@ class Monitor:
         await self.publish_health()
 
     async def _watch(self) -> NoReturn:
-        snapshot = await self._take_snapshot()
+        await self._take_snapshot()
         while True:
             await self._nvml.wait_for_session()
             begun = time.perf_counter()
@@ -234,20 +235,20 @@ class Monitor:
             if self._meter is not None:
                 self._meter.batched(time.perf_counter() - begun)
             readings = reading.health
-            instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in snapshot.gpus}
+            instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in self._snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
             # While MIG is changed (up to half a minute), a snapshot would wait; so only samples and health are read.
             if self._stale and not self._nvml.busy:
-                snapshot = await self._take_snapshot()
+                await self._take_snapshot()
             else:
                 self._judge(readings)
                 await self.publish_health()
             await self._listener.sample_taken(reading.sample)
             await self._pause()
             if not self._nvml.busy and await self._opened_again():
-                snapshot = await self._take_snapshot(unless=snapshot)
+                await self._take_snapshot(only_changed=True)
 
     async def _opened_again(self) -> bool:
         """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it tried."""
@@ -255,7 +256,7 @@ class Monitor:
         if now < self._relist_at:
             return False
         first, longest = self._retry_seconds
-        lacks = await self._nvml.lacks_gpus() or (self._snapshot is not None and self._snapshot.unlisted > 0)
+        lacks = await self._nvml.lacks_gpus() or self._snapshot.unlisted > 0
         self._relist_at = now + (self._relist_seconds if lacks else longest)
         self._relist_seconds = min(2 * self._relist_seconds, longest) if lacks else first
         if lacks:
@@ -267,17 +268,17 @@ class Monitor:
                 log.warning("nvml_not_reopened", reason=str(error))  # a call was in progress, so the old session continues
         return lacks
 
-    async def _take_snapshot(self, *, unless: NodeSnapshot | None = None) -> NodeSnapshot:
-        """Takes a snapshot, and passes it to the listener unless it equals `unless`."""
+    async def _take_snapshot(self, *, only_changed: bool = False) -> None:
+        """Takes a snapshot, and passes it to the listener; with `only_changed` only if it differs from the last one."""
         self._stale = False
-        snapshot = await self._nvml.snapshot()
+        before, snapshot = self._snapshot, await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
         readable = {gpu.uuid for gpu in snapshot.gpus}
         for uuid in sorted((readable | failed) - self._health.keys()):
             self._health[uuid] = new_health(time.time(), self._cordons.get(uuid))
         unmonitored = await self._nvml.watch_events(self._on_event)
         self._judge(await self._nvml.read_health())
-        if self._down or snapshot != self._snapshot:
+        if self._down or snapshot != before:
             log.info("gpus_found", gpus=len(snapshot.gpus), driver=snapshot.driver_version, without_events=sorted(unmonitored))
             for failure in snapshot.failures:
                 log.warning("gpu_not_readable", index=failure.index, gpu=failure.uuid, reason=failure.reason)
@@ -286,9 +287,8 @@ class Monitor:
         self._down = False
         self._snapshot = snapshot
         await self.publish_health()
-        if snapshot != unless:
+        if not only_changed or snapshot != before:
             await self._listener.snapshot_taken(snapshot)
-        return snapshot
 
     def _judge(self, readings: Mapping[str, Observation | None]) -> None:
         """Applies the readings. A GPU with the reading None keeps its health; a GPU without a reading is missing."""
@@ -298,15 +298,7 @@ class Monitor:
             observation = readings.get(uuid, missing)
             if observation is not None:
                 self._observe(uuid, observation)
-        for instance, health in list(self._mig_health.items()):
-            answers = [each for each in readings.values() if isinstance(each, HealthReading)]
-            reading = next((each for each in answers if instance in each.mig_instances), None)
-            if reading is not None:
-                # The GPU's MIG mode is a fault for shares, but not for a MIG device.
-                after = step(health, replace(reading, mig_enabled=None), time.time(), self._rules)
-                self._mig_health[instance] = after
-            if self._mig_health[instance].state == "healthy" or (reading is None and len(answers) == len(readings)):
-                del self._mig_health[instance]
+        self._mig_health = step_mig_devices(self._mig_health, readings, time.time(), self._rules)
 
     async def _pause(self) -> None:
         """Waits until the next sample is due. If an event or an operator changes the health in the meantime, it is published at once."""
@@ -326,7 +318,8 @@ class Monitor:
         only the MIG devices of that instance."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:
-            for name in self._mig_devices(uuid, instance):
+            devices = [each for gpu in self._snapshot.gpus if gpu.uuid == uuid for each in gpu.mig_instances]
+            for name in [each.uuid for each in devices if each.gpu_instance == instance]:
                 after = step(self._mig_health.get(name, new_health(time.time())), event, time.time(), self._rules)
                 if after.state != "healthy":  # an application's XID is no fault
                     self._mig_health[name] = after
@@ -337,11 +330,6 @@ class Monitor:
             self._meter.xid(uuid, event.number)
         log.warning("gpu_event", gpu=uuid, xid=event.number if isinstance(event, Xid) else None, gpu_instance=instance)
         self._wake.set()
-
-    def _mig_devices(self, gpu: str, gpu_instance: int) -> list[str]:
-        """The UUIDs of the MIG devices of the GPU instance."""
-        shown = self._snapshot.gpus if self._snapshot is not None else ()
-        return [each.uuid for one in shown if one.uuid == gpu for each in one.mig_instances if each.gpu_instance == gpu_instance]
 
     def _observe(self, uuid: str, observation: Observation) -> None:
         health = self._health.get(uuid)
