@@ -35,9 +35,8 @@ class PodCache:
         #: Whether a pod that can't be read gets an event.
         self.write_events = True
         self._resources, self._mig_resource = resources, mig_resource
-        self._by_uid: dict[str, PodView] = {}
+        self._by_uid: dict[str, _Known] = {}
         self._by_key: dict[PodKey, PodView] = {}
-        self._annotations: dict[str, Mapping[str, str]] = {}
         self._listeners: list[OnChange] = []
         self._changed = asyncio.Event()
         query = {"fieldSelector": f"spec.nodeName={node_name}"}
@@ -75,15 +74,15 @@ class PodCache:
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
-        return self._by_uid.get(uid)
+        return known.pod if (known := self._by_uid.get(uid)) is not None else None
 
     def annotations(self, uid: str) -> Mapping[str, str]:
         """The agent's annotations of the pod with this UID, and the annotation with HAMi's MIG devices. A change of these annotations alone
         calls no listener."""
-        return self._annotations.get(uid, {})
+        return known.annotations if (known := self._by_uid.get(uid)) is not None else {}
 
     def all(self) -> Iterable[PodView]:
-        return self._by_uid.values()
+        return [known.pod for known in self._by_uid.values()]
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
         """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid`, only the pod with this UID is returned;
@@ -99,7 +98,7 @@ class PodCache:
         """Returns once these pods have ended or are deleted, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                while any((view := self._by_uid.get(uid)) is not None and not view.ended for uid in uids):
+                while any((view := self.by_uid(uid)) is not None and not view.ended for uid in uids):
                     await self._changed.wait()
 
     def subscribe(self, listener: OnChange) -> None:
@@ -117,20 +116,15 @@ class PodCache:
 
     def _follow(self, old: "_Known | None", new: "_Known | None") -> None:
         before, after = old.pod if old is not None else None, new.pod if new is not None else None
-        if before is not None:
-            self._annotations.pop(before.uid, None)
-        if new is not None and new.annotations:
-            self._annotations[new.uid] = new.annotations
-        if before != after:
-            self._change(before, after)
-
-    def _change(self, before: PodView | None, after: PodView | None) -> None:
-        if before is not None:
-            self._by_uid.pop(before.uid, None)
-            if (named := self._by_key.get(before.key)) is not None and named.uid == before.uid:
-                del self._by_key[before.key]
+        if old is not None:
+            self._by_uid.pop(old.uid, None)
+        if new is not None:
+            self._by_uid[new.uid] = new
+        if before == after:
+            return
+        if before is not None and (named := self._by_key.get(before.key)) is not None and named.uid == before.uid:
+            del self._by_key[before.key]
         if after is not None:
-            self._by_uid[after.uid] = after
             self._by_key[after.key] = after
         self._changed.set()
         self._changed = asyncio.Event()

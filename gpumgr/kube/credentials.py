@@ -31,7 +31,6 @@ _TOKEN_SECONDS: Final = 60.0
 _FILES_SECONDS: Final = 10.0
 #: A kubeconfig may run a program that asks a cloud for a token.
 _KUBECONFIG_SECONDS: Final = 60.0
-_MAX_KUBECONFIG_BYTES: Final = 1 << 20
 #: What kubernetes_asyncio raises for a malformed kubeconfig; the texts of these errors explain nothing.
 _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 
@@ -155,8 +154,6 @@ def _check(kubeconfig: Path) -> None:
         raise ValueError("a path with a colon means several paths")
     if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
         raise ValueError("it is not a regular file")
-    if kubeconfig.stat().st_size > _MAX_KUBECONFIG_BYTES:
-        raise ValueError("it is larger than 1 MiB")
     # Opened as bytes: if PyYAML got a text, its errors would quote lines of the file, and these can contain secrets.
     with kubeconfig.open("rb") as file:
         content = yaml.safe_load(file)

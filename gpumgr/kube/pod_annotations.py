@@ -26,9 +26,6 @@ ALLOCATIONS: Final = "gpumgr.io/allocations"
 #: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
-#: A longer text of ALLOCATIONS is written without reasons: Kubernetes accepts 256 KiB for all annotations of an object together.
-MAX_ALLOCATIONS_BYTES: Final = 64 << 10
-
 
 def is_ours(key: str) -> bool:
     """Whether `pod_annotations` makes this key."""
@@ -56,9 +53,7 @@ def pod_annotations(
     if not mine:
         return {}
     return {
-        ALLOCATIONS: _bounded(
-            [_object(a, gpu_registry, gpus, evaluators.get(a.id)) | _state(suspensions.get(a.id)) for a in mine]
-        ),
+        ALLOCATIONS: _json([_object(a, gpu_registry, gpus, evaluators.get(a.id)) | _state(suspensions.get(a.id)) for a in mine]),
         ASSIGNED: "true",
         PREDICATE_NODE: node,
         PREDICATE_TIME: f"{round(min(a.granted_at for a in mine) * 1_000_000)}000",
@@ -108,14 +103,6 @@ def _state(suspension: Suspension | None) -> dict[str, str]:
     if suspension is None or suspension.state == "running":
         return {}
     return {"state": suspension.state} | ({"reason": suspension.reason} if suspension.reason else {})
-
-
-def _bounded(objects: Sequence[dict[str, Any]]) -> str:
-    """A JSON list in ASCII, without the reasons if it is too long."""
-    text = _json(objects)
-    if len(text) <= MAX_ALLOCATIONS_BYTES:
-        return text
-    return _json([{key: value for key, value in each.items() if key != "why"} for each in objects])
 
 
 def _json(value: object) -> str:

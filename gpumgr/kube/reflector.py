@@ -17,7 +17,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
 
 import aiohttp
@@ -195,8 +195,7 @@ class _UnreadableObjects:
 
 class Reflector(Generic[T]):
     """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
-    `on_list` is called after every list, with its resource version and the UIDs of the copy: changes before the list may have been missed,
-    such as the creation and deletion of an object.
+    `on_list` is called after every list: changes before the list may have been missed, such as the creation and deletion of an object.
 
     `sleep`, `jitter` (0.0 to 1.0) and `clock` (monotonic, in seconds) are replaced in tests.
     """
@@ -207,7 +206,7 @@ class Reflector(Generic[T]):
         watched: Watched[T],
         *,
         on_change: Callable[[T | None, T | None], None],
-        on_list: Callable[[str, Collection[str]], object] = lambda _version, _uids: None,
+        on_list: Callable[[], object] = lambda: None,
         watch_times: WatchTimes | None = None,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
@@ -346,7 +345,7 @@ class Reflector(Generic[T]):
             self._replace(uid, after)
         self._version, self._logged = page.metadata.resource_version, None
         self._heard(begun)
-        self._on_list(self._version, self._objects.keys())
+        self._on_list()
         self.synced.set()
 
     async def _page(self, query: Mapping[str, str]) -> bytes:

@@ -137,11 +137,11 @@ CONDITION_REASONS: Final = (
 
 
 def _of_gpu(code: str) -> Event:
-    return decisions.gpu_event("node", HistoryEntry(at=0.0, what="gpu", code=code, why=""), str)
+    return decisions.node_event("node", HistoryEntry(at=0.0, what="gpu", code=code, why=""), str)
 
 
 def _of_config(code: str) -> Event:
-    return decisions.config_event("node", HistoryEntry(at=0.0, what="config", code=code, why=""))
+    return decisions.node_event("node", HistoryEntry(at=0.0, what="config", code=code, why=""), str)
 
 
 #: Object -> reason, whether it is a warning, meaning.

@@ -42,8 +42,8 @@ PLACED: Final = "GpuPlaced"
 REFUSED: Final = "GpuRefused"
 #: Mechanisms that enforce nothing (the backends Unlimited and UnlimitedMps).
 _UNLIMITED: Final = frozenset({"none", "mps-open"})
-#: An event about a GPU with one of these codes is a warning.
-_WARNINGS: Final = frozenset({"lost", "unhealthy", "not_readable", "overcommitted"})
+#: An event about a GPU or the settings file with one of these codes is a warning.
+_WARNINGS: Final = frozenset({"lost", "unhealthy", "not_readable", "overcommitted", "rejected"})
 
 #: The name of a GPU for people.
 Label = Callable[[GpuName], str]
@@ -200,11 +200,9 @@ class DecisionReporter:
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
                 about = self._about(entry)
                 if about is not None and entry.code != NOT_ENFORCED:  # the event of the placement reports it
-                    self._record((refusal if entry.what == "refused" else pod_event)(about, entry))
-            case "gpu":
-                self._record(gpu_event(self._node, entry, self._agent_state.node().label))
-            case "config":
-                self._record(config_event(self._node, entry))
+                    self._record(pod_event(about, entry))
+            case "gpu" | "config":
+                self._record(node_event(self._node, entry, self._agent_state.node().label))
 
     def _about(self, entry: HistoryEntry) -> ObjectRef | None:
         """The entry's pod; None if its UID is not known. Then no event is written, but the kubelet's own event has a refusal's reason."""
@@ -236,32 +234,29 @@ def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label)
     )
 
 
-def refusal(about: ObjectRef, entry: HistoryEntry) -> Event:
-    prefix = f"container {entry.container}: " if entry.container else ""
-    return Event(about=about, reason=REFUSED, message=prefix + entry.why, warning=True, allocations=_ids(entry))
-
-
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event of an entry of the kind "event": a warning, except about what the pod itself demanded (DEMANDED)."""
-    warning = entry.code not in DEMANDED
-    return Event(about=about, reason=entry.code or "GpuNews", message=entry.why, warning=warning, allocations=_ids(entry))
+    """The event of an entry of the kind "refused" or "event": a warning, except about what the pod itself demanded (DEMANDED)."""
+    refused = entry.what == "refused"
+    return Event(
+        about=about,
+        reason=REFUSED if refused else entry.code or "GpuNews",
+        message=f"container {entry.container}: {entry.why}" if refused and entry.container else entry.why,
+        warning=refused or entry.code not in DEMANDED,
+        allocations=(entry.id,) if entry.id else (),
+    )
 
 
-def gpu_event(node: str, entry: HistoryEntry, label: Label) -> Event:
+def node_event(node: str, entry: HistoryEntry, label: Label) -> Event:
+    """The event about a GPU, such as "GpuLost", or about the settings file: "GpumgrConfigReloaded" or "GpumgrConfigRejected"."""
     code = entry.code or "news"
-    reason = "Gpu" + "".join(word.capitalize() for word in code.split("_"))
-    message = ": ".join(filter(None, (", ".join(map(label, entry.gpus)), entry.why or code)))
-    return Event(about=node_ref(node), reason=reason, message=message, warning=code in _WARNINGS, allocations=_ids(entry))
-
-
-def config_event(node: str, entry: HistoryEntry) -> Event:
-    """The event about the settings file: "GpumgrConfigReloaded", or as a warning "GpumgrConfigRejected"."""
-    reason = f"GpumgrConfig{(entry.code or 'news').capitalize()}"
-    return Event(about=node_ref(node), reason=reason, message=entry.why, warning=entry.code == "rejected")
-
-
-def _ids(entry: HistoryEntry) -> tuple[str, ...]:
-    return (entry.id,) if entry.id else ()
+    name = "".join(word.capitalize() for word in code.split("_"))
+    return Event(
+        about=node_ref(node),
+        reason=f"GpumgrConfig{name}" if entry.what == "config" else f"Gpu{name}",
+        message=": ".join(filter(None, (", ".join(map(label, entry.gpus)), entry.why or code))),
+        warning=code in _WARNINGS,
+        allocations=(entry.id,) if entry.id else (),
+    )
 
 
 def _placed(a: Allocation, label: Label) -> str:

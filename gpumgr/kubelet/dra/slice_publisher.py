@@ -77,7 +77,7 @@ class SlicePublisher:
             server,
             Watched(path=SLICES, query={"fieldSelector": f"metadata.name={self._name}"}, parse=slices.stored_slice),
             on_change=lambda *_: self._wake.set(),
-            on_list=lambda *_: self._wake.set(),
+            on_list=self._wake.set,
             watch_times=watch_times,
         )
         #: What was sent last, and the version that the API server gave it.

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Eviction
-from gpumgr.kube.cache import PodCache
+from gpumgr.kube.cache import PodCache, _Known
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, SETTLE_SECONDS
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
@@ -89,13 +89,13 @@ async def test_a_pod_that_the_api_server_shows_late_is_reported_late(cluster: Cl
 async def test_the_annotations_of_a_deleted_pod_are_dropped(cluster: Cluster) -> None:
     await cluster.api.stop()
     pod = await cluster.world.run(cluster.world.pod("web", app()))
-    view = cluster.world.view(pod)
-    cluster.cache._change(None, view)
+    known = _Known(cluster.world.view(pod), {})
+    cluster.cache._follow(None, known)
     cluster.decisions.report()
     cluster.world.clock.now += 1
     cluster.decisions.report()
     assert cluster.publisher.state().waiting == 2
-    cluster.cache._change(view, None)
+    cluster.cache._follow(known, None)
     assert cluster.publisher.state().waiting == 1
 
 
@@ -210,7 +210,7 @@ async def test_an_eviction_that_is_refused_is_in_the_history_and_the_pods_events
 
 async def test_events_of_a_static_pod_refer_to_its_mirror_pod(cluster: Cluster) -> None:
     view = replace(cluster.world.view(cluster.world.pod("web", app())), runtime_uid="of-the-kubelet")
-    cluster.cache._change(None, view)
+    cluster.cache._follow(None, _Known(view, {}))
     cluster.add(what="event", pod=view.key, pod_uid="of-the-kubelet", code="GpuLimitBroken", why="a")
     cluster.add(what="event", pod=view.key, pod_uid=view.uid, code="GpuLimitBroken", why="b")
     await cluster.look()

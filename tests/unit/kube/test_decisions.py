@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.kube.publisher.decisions import gpu_event, placement, pod_event, refusal
+from gpumgr.kube.publisher.decisions import node_event, placement, pod_event
 from gpumgr.kube.publisher.events import pod_ref
 from gpumgr.kube.publisher.node_reporter import MAX_MESSAGE_BYTES, condition_of
 from gpumgr.ledger.history import HistoryEntry
@@ -51,7 +51,7 @@ def test_a_placement_names_the_containers_without_limits() -> None:
 def test_events_of_pods_other_than_placements_are_warnings() -> None:
     refused = HistoryEntry(at=1.0, what="refused", id="r1", container="main", code="no_fit", why="no GPU has 30 cores free")
     other = HistoryEntry(at=1.0, what="event", id="a", code="GpuMemoryOverLimit", why="too much")
-    made = [refusal(ABOUT, refused), pod_event(ABOUT, other)]
+    made = [pod_event(ABOUT, refused), pod_event(ABOUT, other)]
     assert [(event.reason, event.warning, event.allocations, event.message) for event in made] == [
         ("GpuRefused", True, ("r1",), "container main: no GPU has 30 cores free"),
         ("GpuMemoryOverLimit", True, ("a",), "too much"),
@@ -74,14 +74,14 @@ def test_events_of_pods_other_than_placements_are_warnings() -> None:
 )
 def test_events_of_gpus(code: str, reason: str, warning: bool) -> None:
     entry = HistoryEntry(at=1.0, what="gpu", code=code, gpus=("00000001",), why="XID 79")
-    event = gpu_event("node-1", entry, view_of().node.label)
+    event = node_event("node-1", entry, view_of().node.label)
     assert (event.reason, event.warning, event.message) == (reason, warning, "GPU1 (00000001): XID 79")
     assert (event.about.kind, event.about.name, event.about.uid, event.about.namespace) == ("Node", "node-1", "node-1", "")
     assert event.allocations == ()
 
 
 def test_a_cordon_without_a_reason_has_its_code_as_text() -> None:
-    event = gpu_event("node-1", HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)), view_of().node.label)
+    event = node_event("node-1", HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)), view_of().node.label)
     assert event.message == "GPU1 (00000001): cordoned"
 
 

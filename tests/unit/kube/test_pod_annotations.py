@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.kube.pod_annotations import MAX_ALLOCATIONS_BYTES, is_ours, pod_annotations
+from gpumgr.kube.pod_annotations import is_ours, pod_annotations
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.sim.apiserver_objects import problem_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of, whole
 
 WEB = ("team", "web")
@@ -114,17 +113,6 @@ def test_any_names_and_reasons_are_preserved(text: str) -> None:
     assert (made["container"], made["why"]) == (text, text)
     assert annotations["gpumgr.io/allocations"].isascii()
     assert annotations["gpumgr.io/allocations"].isprintable()
-
-
-def test_long_annotations_omit_reasons() -> None:
-    names = [f"{number:063}" for number in range(170)]
-    view = pod(*map(app, names))
-    holders = [replace(share(f"{number:016x}", name), why="w" * 200) for number, name in enumerate(names)]
-    annotations = annotated(view, *holders)
-    assert len(listed(annotations)) == 170
-    assert not any("why" in each for each in listed(annotations))
-    assert len(annotations["gpumgr.io/allocations"]) <= MAX_ALLOCATIONS_BYTES
-    assert problem_of({"annotations": annotations}) is None
 
 
 def test_the_same_ledger_gives_the_same_text() -> None:
