@@ -67,13 +67,25 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, need_bytes - self.free_bytes, guaranteed_bytes - left)
 
 
-def wanted_limits(allocation: Allocation, view: PodView, memory_mebibytes: Mapping[GpuName, int]) -> dict[GpuName, int]:
-    """GPU -> the limit in MiB that the pod demands; empty if it demands no limit for this container. `memory_mebibytes`: the memory of
-    each GPU. Raises ValueError with the reason if the limit is not possible."""
+def wanted_limits(
+    allocation: Allocation,
+    view: PodView,
+    others: Iterable[Allocation],
+    memory_mebibytes: Mapping[GpuName, int],
+    *,
+    obstacle: str | None,
+    most_mebibytes: int,
+) -> dict[GpuName, int]:
+    """GPU -> the limit in MiB that the pod demands; empty if it demands no limit for this container. `others`: the pod's other allocations.
+    `memory_mebibytes`: the memory of each GPU. `obstacle`: why this container can't have a burst. `most_mebibytes`: how much memory a pod
+    may have above its requests; 0: no maximum. Raises ValueError with the reason if the limit is not possible."""
+    limits = dict(view.memory_limits)
     if view.memory_limits_ignored is not None:
         raise ValueError(view.memory_limits_ignored)
-    if (wanted := dict(view.memory_limits).get(allocation.container or "")) is None:
+    if (wanted := limits.get(allocation.container or "")) is None:
         return {}
+    if obstacle is not None:
+        raise ValueError(obstacle)
     for gpu in allocation.gpus:
         request, most = allocation.gpus[gpu].memory_mebibytes, memory_mebibytes.get(gpu, wanted)
         if gpu in allocation.limits and allocation.limits[gpu].memory_mebibytes != request:
@@ -84,6 +96,12 @@ def wanted_limits(allocation: Allocation, view: PodView, memory_mebibytes: Mappi
             )
         if wanted > most:
             raise ValueError(f"it sets {wanted} MiB for container {allocation.container}, and GPU {gpu} has only {most} MiB")
+    above = above_requests([allocation, *others], limits).memory_mebibytes
+    if most_mebibytes and above > most_mebibytes:
+        raise ValueError(
+            f"the pod could have {above} MiB above its requests, and this node allows {most_mebibytes} "
+            "(enforcement.max_growth_memory_mebibytes)"
+        )
     return {gpu: max(wanted, allocation.limits_on(gpu).memory_mebibytes) for gpu in allocation.gpus}
 
 

@@ -27,7 +27,7 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.common.units import DRA_DRIVER, Amounts
+from gpumgr.common.units import DRA_DRIVER
 from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver import Hardware
@@ -46,7 +46,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings import Settings, profile
 from gpumgr.web.graph import graph_text
@@ -142,7 +142,7 @@ class Components:
         self.agent_state.apply(policy=settings.placement.policy)
         if self.dra is not None:
             self.dra.apply(settings)
-        self.memory_watcher.apply(_over_limit(settings))
+        self.memory_watcher.apply(settings.enforcement)
         self.monitor.apply(rules=_health_rules(settings), sample_period_seconds=settings.nvml.sample_period_seconds)
         self.metrics.apply(settings.metrics)
 
@@ -195,7 +195,7 @@ class Components:
             backends=self.enforcement.limits,
             evictor=self.api_side.publisher,
             meter=self.metrics,
-            over_limit=_over_limit(self.settings),
+            settings=self.settings.enforcement,
             suspending=self.enforcement.suspend_parts(lambda: self.monitor.sampling_soon()),
         )
 
@@ -376,19 +376,6 @@ def _new_id() -> str:
 
 def _make_dir(path: str) -> None:
     os.makedirs(path, mode=0o755, exist_ok=True)
-
-
-def _over_limit(settings: Settings) -> OverLimit:
-    rule = settings.enforcement
-    slack_bytes = rule.over_limit_slack_mebibytes << 20
-    return OverLimit(
-        samples=rule.over_limit_samples,
-        slack_bytes=slack_bytes,
-        evict=rule.evict,
-        burst=rule.memory_burst,
-        suspend_when_idle_seconds=rule.suspend_when_idle_seconds,
-        most=Amounts(rule.max_growth_cores, rule.max_growth_memory_mebibytes),
-    )
 
 
 def _health_rules(settings: Settings) -> HealthRules:

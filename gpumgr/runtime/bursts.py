@@ -1,5 +1,5 @@
 """Bursts of memory: how much memory above their requests containers may use now, and how much they hold. Starts, resumes and growth of
-other containers wait here until their memory is free. See `gpumgr.ledger.burst` and `gpumgr.ledger.limits_in_force`."""
+other containers wait here until their memory is free. See `gpumgr.ledger.burst`."""
 
 import asyncio
 from collections import Counter
@@ -13,27 +13,22 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.burst import ContainerMemory, GpuMemory
-from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.limits_in_force import UNKNOWN_BYTES, Enforced, LimitsInForce
 from gpumgr.ledger.suspension import ahead, used_by, waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
-from gpumgr.runtime.burst_demands import BurstDemands
+from gpumgr.runtime.burst_demands import BurstDemands, Shares
+from gpumgr.runtime.limits_in_force import UNKNOWN_BYTES, LimitsInForce
 
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
 #: Why the limits of containers are not in force before the container runtime has answered the agent.
 NOT_LISTED: Final = "the container runtime has not listed it yet"
 
-Shares = Mapping[AllocationId, GpuShare]
-
 
 class Bursts:
-    """`slack_bytes`: a container that holds at most this much above its request prevents no start of another one."""
-
     def __init__(self, agent_state: AgentState, demands: BurstDemands) -> None:
-        self._agent_state, self.demands, self.slack_bytes = agent_state, demands, 0
+        self._agent_state, self.demands = agent_state, demands
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
@@ -44,7 +39,6 @@ class Bursts:
         self._starting: dict[object, Collection[GpuName]] = {}
         #: The GPUs on which a resize waits for memory; no container may take more memory for a burst there. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
-        #: Only this class changes it.
         self.in_force = LimitsInForce()
         #: Set once the next evaluation has computed its limits; each evaluation makes a new event.
         self._news = asyncio.Event()
@@ -56,24 +50,19 @@ class Bursts:
         this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
-            if not self.in_force.last_number and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
+            if self.in_force.latest is None and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
             else a.guaranteed_on(gpu).memory_mebibytes << 20
             for a in ledger.allocations.values()
             for gpu in (a.gpus if is_share(a) else ())
-            if (a.id, gpu) not in self.in_force.computed
+            if not self.in_force.knows((a.id, gpu))
         }
-        self.in_force, self.growing = self.in_force.with_sample(started), ()
+        self.in_force.begin_evaluation(started)
+        self.growing = ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
-        limits, unknown = self.demands.find(ledger, gpus, shares)
-        # While a container's pod is unknown, a use above the request counts as the limit, so that the container is not over its limit.
-        limits |= {
-            place: -(-each.memory_bytes >> 20) << 20
-            for place, each in use.containers.items()
-            if place[0] in unknown and each.memory_bytes and each.memory_bytes > (each.memory_request_bytes or 0)
-        }
+        limits = self.demands.find(ledger, gpus, shares, use)
         self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         self._memories = {
@@ -97,8 +86,7 @@ class Bursts:
         if limits:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
-        now = {(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus}
-        self.in_force = self.in_force.with_limits(now)
+        self.in_force.compute({(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus})
         news, self._news = self._news, asyncio.Event()
         news.set()
         return shares, use
@@ -113,9 +101,14 @@ class Bursts:
         """Whether an earlier process of the agent may have given the container another limit, by a resize or a burst. If the setting allows
         no bursts now, it may have allowed them then: a burst is possible if the pod demands one, or if the container uses more than the
         memory of its device ids plus the slack."""
-        beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self.slack_bytes
-        burst = self.demands.allowed or beyond or self.demands.demands_burst(a)
-        return a.resize is not None or (burst and self.demands.can_burst(a))
+        beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self._slack_bytes
+        burst = self.demands.rule.memory_burst or beyond or self.demands.demands_burst(a)
+        return a.resize is not None or (burst and self.demands.obstacle(a.mechanisms) is None)
+
+    @property
+    def _slack_bytes(self) -> int:
+        """A container that holds at most this much above its request prevents no start of another one."""
+        return self.demands.rule.over_limit_slack_mebibytes << 20
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
@@ -123,18 +116,14 @@ class Bursts:
         moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
-        if not (self.in_force.last_number or self.in_force.computed) and self._had_more(allocation, gpu, None):
+        if (
+            self.in_force.latest is None
+            and not self.in_force.knows((allocation.id, gpu))
+            and self._had_more(allocation, gpu, None)
+        ):
             return UNKNOWN_BYTES
         before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
         return max(before, self.in_force.most_bytes((allocation.id, gpu)))
-
-    def enforced(self, enforced: Enforced) -> None:
-        """Call it when the limits of an evaluation are in force."""
-        self.in_force = replace(self.in_force, now=enforced)
-
-    def end_evaluation(self) -> None:
-        """Call it at the end of each evaluation, before the next sample is read."""
-        self.in_force = replace(self.in_force, before_sample=self.in_force.now)
 
     def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
         moving = [each.memory_bytes for each in self._agent_state.suspensions.values() if each.needs_room]
@@ -203,7 +192,7 @@ class Bursts:
     def _not_lowered(self, reach: Collection[AllocationId]) -> tuple[str, str] | None:
         """One of these containers, if its limit could not be lowered, and the reason."""
         known = self._agent_state.ledger.allocations
-        return next(((known[name].describe(), why) for name, why in self.in_force.now.obstacles.items() if name in reach), None)
+        return next(((known[name].describe(), why) for name, why in self.in_force.obstacles.items() if name in reach), None)
 
     def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
         """The memory of the containers on the GPU, without suspended containers and without `but`."""
@@ -225,14 +214,11 @@ class Bursts:
         return bool(reach_bytes and self._missing_bytes(allocation, gpu, reach_bytes))
 
     def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0) -> int:
-        """How many bytes the GPU lacks for the starting container if other containers take `reach_bytes` more."""
-        need_bytes = self._needed_bytes(allocation, gpu)
-        return self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes)
-
-    def _needed_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """How many bytes a starting container needs on the GPU in addition to what it uses."""
+        """How many bytes the GPU lacks for the starting container, in addition to what it uses, if other containers take `reach_bytes`
+        more."""
         known = self._memories.get((allocation.id, gpu))
-        return max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
+        need_bytes = max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
+        return self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes)
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
         """Says which of these GPUs has an unknown amount of free memory; None if all are known."""
@@ -272,12 +258,12 @@ class Bursts:
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
         """Raises Refusal if the container's memory is not free, and another container holds more than the slack above its request."""
-        need_bytes, others = self._needed_bytes(allocation, gpu), self._others(allocation, gpu)
-        burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.containers.items()), default=(0, ""))
-        if (missing := self._missing_bytes(allocation, gpu)) and burst_bytes > self.slack_bytes:
+        others = self._others(allocation, gpu).containers
+        burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.items()), default=(0, ""))
+        if (missing := self._missing_bytes(allocation, gpu)) and burst_bytes > self._slack_bytes:
             raise Refusal(
                 "conflict",
-                f"GPU {gpu} has {need_bytes - missing >> 20} MiB of memory left for the container, which needs {need_bytes >> 20} MiB: "
+                f"GPU {gpu} lacks {-(-missing >> 20)} MiB of memory for the container: "
                 f"{self._agent_state.ledger.allocations[holder].describe()} holds {burst_bytes >> 20} MiB above its request; the kubelet "
                 "tries again by itself",
             )

@@ -7,7 +7,6 @@ has what the container was granted. What containers and the libraries in them re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -19,7 +18,6 @@ from gpumgr.common.aio import LogPace
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.limits_in_force import Enforced
 from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
@@ -28,10 +26,12 @@ from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
+from gpumgr.runtime.limits_in_force import Limits
 from gpumgr.runtime.process_owners import BackgroundCall, ProcessOwners
 from gpumgr.runtime.resizes import decide_resizes
 from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
 from gpumgr.runtime.suspensions import REFUSED, Suspensions
+from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
@@ -70,19 +70,6 @@ class LimitMeter(SuspendMeter, Protocol):
     def found(self, backend: str, code: str) -> None: ...
 
 
-class OverLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the section enforcement. A container is over its limit after `samples` samples in a row above the limit plus
-    `slack_bytes`. `evict`: its pod is then evicted. `burst`: the annotation gpumgr.io/memory-limit counts. `most`: how much a pod may have
-    above its requests. `suspend_when_idle_seconds`: after which idle time a container is suspended (0.0: never)."""
-
-    samples: int
-    slack_bytes: int
-    evict: bool = False
-    burst: bool = False
-    suspend_when_idle_seconds: float = 0.0
-    most: Amounts = msgspec.field(default_factory=Amounts)
-
-
 class MemoryLimitWatcher:
     """`evictor` is None without an API server. An evaluation waits for the backends at most as long as `owners` waits for the container
     runtime, and uses the clock of `owners`. `suspending`: the parts that suspend containers."""
@@ -96,7 +83,7 @@ class MemoryLimitWatcher:
         backends: Backends,
         evictor: Evictor | None,
         meter: LimitMeter,
-        over_limit: OverLimit,
+        settings: EnforcementSettings,
         suspending: Parts,
     ) -> None:
         self._agent_state, self._owners, self._backends, self._clock = agent_state, owners, backends, owners.clock
@@ -104,21 +91,20 @@ class MemoryLimitWatcher:
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._unsaved = meter, LogPace(owners.clock)
         self._shares, self._pods = _Shares(pods, self._events), pods
-        demands = BurstDemands(pods, self._events, obstacle=backends.obstacle_to_burst)
+        demands = BurstDemands(pods, self._events, obstacle=lambda mechanisms: backends.obstacle_to_burst(mechanisms, "memory"))
         self.bursts = Bursts(agent_state, demands)
         self.suspensions = Suspensions(agent_state, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
-        self.apply(over_limit)
+        self.apply(settings)
         self._enforce = BackgroundCall("enforce_limits")
         self._use: NodeUse | None = None
         self._limit_state = OverLimitState()
         self._unattributed: KnownProcesses = {}
         self._findings = FindingsReporter(self._events, count=meter.found, clock=owners.clock)
 
-    def apply(self, over_limit: OverLimit) -> None:
+    def apply(self, settings: EnforcementSettings) -> None:
         """Applies these settings from the next sample on."""
-        self._rule, self.bursts.slack_bytes = over_limit, over_limit.slack_bytes
-        self.bursts.demands.allowed, self.bursts.demands.most_mebibytes = over_limit.burst, over_limit.most.memory_mebibytes
-        self.suspensions.when_idle_seconds = over_limit.suspend_when_idle_seconds
+        self._rule = self.bursts.demands.rule = settings
+        self.suspensions.when_idle_seconds = settings.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +136,8 @@ class MemoryLimitWatcher:
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin_evaluation(ledger, use)
         obstacle = self._backends.obstacle_to_change
-        most, unsaved = self._rule.most, self._unsaved
+        most = Amounts(self._rule.max_growth_cores, self._rule.max_growth_memory_mebibytes)
+        unsaved = self._unsaved
         if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=most, obstacle=obstacle, unsaved=unsaved):
             ledger = self._agent_state.ledger
             shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
@@ -158,7 +145,6 @@ class MemoryLimitWatcher:
         use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
         self._use = use
-        number = self.bursts.in_force.last_number
         await self.suspensions.evaluate(shares, use, ownership)
         report_overcommitted(self._agent_state, self._events)
         limited = [(each.allocation, gpu.name) for each in shares.values() for gpu in each.gpus if gpu.memory_bytes]
@@ -166,10 +152,11 @@ class MemoryLimitWatcher:
         self._log_unattributed(use, started)
         running = [(one, ledger.allocations[one.tenant.allocation].mechanisms) for one in self._running(shares, use)]
         unknown = () if ownership.listed else ledger.allocations  # before the first list no limit is set
+        computed = self.bursts.in_force.latest or {}
         await self._enforce.start(
-            lambda: self._observe_and_adjust(running, number, unknown), timeout_seconds=self._owners.timeout_seconds
+            lambda: self._observe_and_adjust(running, computed, unknown), timeout_seconds=self._owners.timeout_seconds
         )
-        self.bursts.end_evaluation()
+        self.bursts.in_force.end_evaluation()
 
     async def close(self) -> None:
         await self.suspensions.close()
@@ -198,19 +185,20 @@ class MemoryLimitWatcher:
             )
 
     async def _observe_and_adjust(
-        self, running: Sequence[tuple[RunningContainer, Mechanisms]], number: int, unknown: Collection[AllocationId]
+        self, running: Sequence[tuple[RunningContainer, Mechanisms]], computed: Limits, unknown: Collection[AllocationId]
     ) -> None:
-        """Calls `observe` before `adjust`, which corrects what `observe` must find. `number`: the number of the evaluation.
-        `unknown`: allocations with containers that may run although the runtime has not listed them yet."""
+        """Calls `observe` before `adjust`, which corrects what `observe` must find. `computed`: the limits of the evaluation. `unknown`:
+        allocations with containers that may run although the runtime has not listed them yet."""
         self._findings.report(await self._backends.observe(running), self._agent_state.ledger.allocations)
         obstacles = {**dict.fromkeys(unknown, NOT_LISTED), **await self._backends.adjust(running)}
-        self.bursts.enforced(Enforced(number=number, obstacles=obstacles, kept_bytes=self._backends.kept_bytes()))
+        self.bursts.in_force.enforced(computed, obstacles, self._backends.kept_bytes())
 
     # -- memory ------------------------------------------------------------------------------------------------------------
 
     def _check_limits(self, uses: Sequence[ContainerUse]) -> None:
         rule = self._rule
-        change = apply_readings(self._limit_state, uses, samples=rule.samples, slack_bytes=rule.slack_bytes)
+        slack_bytes = rule.over_limit_slack_mebibytes << 20
+        change = apply_readings(self._limit_state, uses, samples=rule.over_limit_samples, slack_bytes=slack_bytes)
         self._limit_state = change.state
         for use in change.began:
             self._meter.went_over()
@@ -229,8 +217,8 @@ class MemoryLimitWatcher:
         rule = self._rule
         return (
             f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
-            f"{use.uuid} and used more than that and the tolerance of {_mebibytes(rule.slack_bytes)} MiB in {rule.samples} samples in "
-            f"a row; reduce its use, or request more {MEMORY_RESOURCE}"
+            f"{use.uuid} and used more than that and the tolerance of {rule.over_limit_slack_mebibytes} MiB in {rule.over_limit_samples} "
+            f"samples in a row; reduce its use, or request more {MEMORY_RESOURCE}"
             + ("; the pod is evicted" if rule.evict and self._can_evict else "")
         )
 

@@ -65,7 +65,7 @@ async def decide_resizes(
             if isinstance(after, Waits):
                 # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the
                 # runtime may answer late, and a refusal would be final.
-                if (why := bursts.in_force.now.obstacles.get(after.holder.id, NOT_LISTED)) == NOT_LISTED:
+                if (why := bursts.in_force.obstacles.get(after.holder.id, NOT_LISTED)) == NOT_LISTED:
                     bursts.growing = {*bursts.growing, after.gpu}
                     continue
                 why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {why}"

@@ -38,7 +38,7 @@ from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime import checkpoints
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.cri import CriClient
-from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts, memory_left
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
@@ -100,7 +100,7 @@ class SharedNode:
             backends=self.limits,
             evictor=None,
             meter=self.metrics,
-            over_limit=OverLimit(samples=5, slack_bytes=256 << 20),
+            settings=EnforcementSettings(),
             suspending=Parts(
                 machine=platform.machine(),
                 start_times=self.processes.start_times,

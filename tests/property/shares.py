@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.agent.state import AgentState
-from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, RESOURCES, Amounts, Process, Resource
+from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, RESOURCES, Process, Resource
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.checkpoint.tables import decode_allocation, encode_allocation
 from gpumgr.ledger.choose import Request, choose
@@ -27,9 +27,10 @@ from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
-from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
+from gpumgr.settings.schema import EnforcementSettings
 from tests.component.runtime.accounting.node import MemoryMeter, MemoryRuntime
 from tests.component.stage.stage import MemoryPods, snapshot
 from tests.unit.agent.world import ClockLoop
@@ -253,7 +254,13 @@ class Agent:
             backends=gpu,
             evictor=None,
             meter=MemoryMeter(),
-            over_limit=OverLimit(samples=1, slack_bytes=0, burst=True, most=Amounts(100, MEMORY)),
+            settings=EnforcementSettings(
+                over_limit_samples=1,
+                over_limit_slack_mebibytes=0,
+                memory_burst=True,
+                max_growth_cores=100,
+                max_growth_memory_mebibytes=MEMORY,
+            ),
             suspending=Parts(
                 machine="x86_64",
                 start_times=gpu.start_times,

@@ -1,5 +1,7 @@
 """Bursts: what a pod may demand, how far its containers may go now, and what that leaves for others."""
 
+from collections.abc import Mapping
+
 import pytest
 from msgspec.structs import replace
 
@@ -42,16 +44,19 @@ def on_gpu(memories: list[ContainerMemory], free: int | None, granted: int) -> G
 )
 def test_a_limit_that_can_not_be(limits: dict[str, int], allocation: Allocation, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        wanted_limits(allocation, view(limits), {GPU: 4096})
+        wanted(allocation, limits)
 
 
-@pytest.mark.parametrize(("limits", "wanted"), [({"main": 1024}, 1024), ({"main": 4096}, 4096), ({"other": 9}, None), ({}, None)])
-def test_a_limit_is_one_of_its_own_container(limits: dict[str, int], wanted: int | None) -> None:
-    assert wanted_limits(SHARE, view(limits), {GPU: 4096}) == ({} if wanted is None else {GPU: wanted})
+@pytest.mark.parametrize(
+    ("limits", "expected"), [({"main": 1024}, 1024), ({"main": 4096}, 4096), ({"other": 9}, None), ({}, None)]
+)
+def test_a_limit_is_one_of_its_own_container(limits: dict[str, int], expected: int | None) -> None:
+    assert wanted(SHARE, limits) == ({} if expected is None else {GPU: expected})
 
 
-def view(limits: dict[str, int]) -> PodView:
-    return PodView(namespace="team", name="p", uid="u", memory_limits=tuple(limits.items()))
+def wanted(allocation: Allocation, limits: dict[str, int]) -> Mapping[str, int]:
+    view = PodView(namespace="team", name="p", uid="u", memory_limits=tuple(limits.items()))
+    return wanted_limits(allocation, view, (), {GPU: 4096}, obstacle=None, most_mebibytes=0)
 
 
 @pytest.mark.parametrize(

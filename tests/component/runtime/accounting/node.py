@@ -20,9 +20,10 @@ from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.pods import PodKey
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher, OverLimit
+from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
+from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
 from tests.unit.web.metrics.pictures import view_of
 
@@ -244,7 +245,7 @@ class Node:
             backends=self.backends,
             evictor=publisher,
             meter=self.meter,
-            over_limit=OverLimit(samples=samples, slack_bytes=0, evict=evict),
+            settings=EnforcementSettings(over_limit_samples=samples, over_limit_slack_mebibytes=0, evict=evict),
             suspending=Parts(
                 machine="x86_64",
                 start_times=lambda pids: self.host.start_times(pids),

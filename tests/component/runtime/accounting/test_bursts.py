@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_BYTES, Amounts
+from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.placement.topology.devices import NodeSample
-from gpumgr.runtime.memory_limit_watcher import OverLimit
+from gpumgr.settings.schema import EnforcementSettings
 from tests.unit.ledger.usage.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of
 
@@ -36,7 +36,7 @@ def bursting(
 ) -> Node:
     """The pod of the allocation `a` has the limit in MiB; `text`: why its annotation is not used. `most`: the maximum of the node."""
     node = Node(*(allocations or (A,)))
-    node.memory_watcher.apply(replace(rule(allowed=allowed), most=Amounts(0, most)))
+    node.memory_watcher.apply(replace(rule(allowed=allowed), max_growth_memory_mebibytes=most))
     demand(node, limit, text)
     for each in allocations or (A,):
         assert each.pod is not None
@@ -44,8 +44,8 @@ def bursting(
     return node
 
 
-def rule(*, allowed: bool) -> OverLimit:
-    return OverLimit(samples=1, slack_bytes=0, burst=allowed)
+def rule(*, allowed: bool) -> EnforcementSettings:
+    return EnforcementSettings(over_limit_samples=1, over_limit_slack_mebibytes=0, memory_burst=allowed)
 
 
 def demand(node: Node, limit: int | None, text: str | None = None) -> None:
@@ -258,7 +258,7 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
     with pytest.raises(Refusal) as refusal:
         await start
     assert str(refusal.value) == (
-        "GPU 00000000 has 848 MiB of memory left for the container, which needs 1024 MiB: team/web (main) holds 688 MiB above its request; "
+        "GPU 00000000 lacks 176 MiB of memory for the container: team/web (main) holds 688 MiB above its request; "
         "the kubelet tries again by itself"
     )
     assert limits(node) == {"a": 1200}
@@ -275,7 +275,7 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
 async def test_a_holder_within_the_tolerance_of_the_limit_prevents_no_start() -> None:
     """Its contexts need memory, too."""
     node = bursting()
-    node.memory_watcher.apply(replace(rule(allowed=True), slack_bytes=200 * MIB))
+    node.memory_watcher.apply(replace(rule(allowed=True), over_limit_slack_mebibytes=200))
     node.holds(T)
     for used, starts in ((712, True), (713, False)):
         for _ in range(2):
@@ -283,7 +283,7 @@ async def test_a_holder_within_the_tolerance_of_the_limit_prevents_no_start() ->
         if starts:
             await node.memory_watcher.bursts.make_room(T)
             continue
-        with pytest.raises(Refusal, match=r"948 MiB of memory left .* needs 1024 MiB: team/web .main. holds 201 MiB above"):
+        with pytest.raises(Refusal, match=r"lacks 76 MiB of memory .* team/web .main. holds 201 MiB above"):
             await node.memory_watcher.bursts.make_room(T)
 
 
@@ -338,7 +338,9 @@ async def test_what_an_earlier_agent_let_a_container_have_is_lowered_and_counted
     await node.sampled(uses(a=1536, t=0))
     await breathe()
     assert (held(node), start.done()) == ({GPU: 1024}, True), "it grew before its limit was lowered"
-    with pytest.raises(Refusal, match=r"needs 1024 MiB: team/web .main. holds 1024 MiB above its request"):
+    with pytest.raises(
+        Refusal, match=r"lacks .* MiB of memory for the container: team/web .main. holds 1024 MiB above its request"
+    ):
         await start
 
 
@@ -381,10 +383,12 @@ async def test_memory_above_the_ids_counts_though_the_setting_was_switched_off_w
     await breathe()
     assert not start.done(), "its former limit may be in force"
     await node.sampled(uses(a=1540, t=0))
-    with pytest.raises(Refusal, match=r"needs 1024 MiB: team/web .main. holds 1028 MiB above its request"):
+    with pytest.raises(
+        Refusal, match=r"lacks .* MiB of memory for the container: team/web .main. holds 1028 MiB above its request"
+    ):
         await start
     other = bursting(A, T, limit=None, allowed=False)
-    other.memory_watcher.apply(replace(rule(allowed=False), slack_bytes=100 * MIB))
+    other.memory_watcher.apply(replace(rule(allowed=False), over_limit_slack_mebibytes=100))
     await other.sampled(uses(a=600, t=0))
     assert held(other) == {}, "the tolerance of the limit"
 

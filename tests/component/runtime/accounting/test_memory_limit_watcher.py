@@ -12,7 +12,7 @@ from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
-from gpumgr.runtime.memory_limit_watcher import OverLimit
+from gpumgr.settings.schema import EnforcementSettings
 from tests.unit.ledger.usage.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, whole
 
@@ -273,7 +273,7 @@ async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes()
     node = sharing(evict=True)
     for _ in range(3):
         await node.sampled(sample({11: LIMIT + 1}, {}))
-    node.memory_watcher.apply(OverLimit(samples=3, slack_bytes=0, evict=False))
+    node.memory_watcher.apply(EnforcementSettings(over_limit_samples=3, over_limit_slack_mebibytes=0))
     await node.sampled(sample({11: LIMIT + 1}, {}))
     assert node.publisher.withdrawn == ["uid-a"]
 

@@ -14,11 +14,10 @@ from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.node import node_devices
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import NO_RESIZE, PodKey, PodView, ResizeRequest
-from gpumgr.runtime.memory_limit_watcher import OverLimit
 from tests.unit.web.metrics.pictures import allocation
 
 from .node import Node, breathe
-from .test_bursts import GPU, PIDS, TRAIN, WEB, share, uses
+from .test_bursts import GPU, PIDS, TRAIN, WEB, rule, share, uses
 from .test_suspensions import inline, sampled, with_driver
 
 from tests.unit.ledger.usage.samples import container  # isort: skip
@@ -32,7 +31,9 @@ MIB = 1 << 20
 
 def node_with(*allocations: Allocation, most: Amounts = MOST, burst: bool = False) -> Node:
     node = Node(*allocations)
-    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=burst, most=most))
+    node.memory_watcher.apply(
+        replace(rule(allowed=burst), max_growth_cores=most.cores, max_growth_memory_mebibytes=most.memory_mebibytes)
+    )
     for each in allocations:
         assert each.pod is not None
         ask(node, each.id, each.pod)

@@ -15,13 +15,13 @@ from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView, ResizeRequest
 from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime import suspensions
-from gpumgr.runtime.memory_limit_watcher import OverLimit
+from gpumgr.settings.schema import EnforcementSettings
 from tests.background import background
 from tests.unit.ledger.usage.samples import container
 from tests.unit.web.metrics.pictures import allocation, name_of
 
 from .node import Node, breathe
-from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, limits, share, uses
+from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, limits, rule, share, uses
 
 MIB = 1 << 20
 
@@ -134,7 +134,7 @@ async def test_pages_are_read_again_and_again_only_while_a_container_is_suspende
 
 async def test_the_nodes_setting_counts_without_an_annotation() -> None:
     node = running()
-    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, suspend_when_idle_seconds=90.0))
+    node.memory_watcher.apply(EnforcementSettings(suspend_when_idle_seconds=90.0))
     await sampled(node, after_seconds=1.0)
     await sampled(node, after_seconds=100.0)
     assert state(node) == "suspended"
@@ -161,7 +161,7 @@ async def test_a_refusal_is_reported_once_and_nothing_is_locked(make: Callable[[
 def two(*, a: Allocation = A, t: Allocation = T, **fields: object) -> Node:
     """Two containers on one GPU, both with these fields; the fields of `t` can be changed by `demanding_train`."""
     node = with_driver(Node(a, t))
-    node.memory_watcher.apply(OverLimit(samples=1, slack_bytes=0, burst=True))
+    node.memory_watcher.apply(rule(allowed=True))
     demanding(node, **fields)
     demanding_train(node, **fields)
     node.runs(container("a", WEB), PIDS["a"])
