@@ -54,7 +54,7 @@ class AgentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """Implements gpumgr.kubelet.deviceplugin.plugin.Allocator."""
+    """Implements gpumgr.kubelet.plugin.Allocator."""
 
     def __init__(
         self,

@@ -22,13 +22,13 @@ from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.objects import Object, Pod, of_type, parse_object, read_objects
 from gpumgr.compat.plan import Plan, settings_yaml, text_of, write_settings
 from gpumgr.kube.client import ApiServer, items_of
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import (
+from gpumgr.kubelet.other_plugins import answering
+from gpumgr.kubelet.records import (
     FILE_NAME,
     parse_registered_devices,
     pods_with_devices,
     read_kubelet_checkpoint,
 )
-from gpumgr.kubelet.deviceplugin.other_plugins import answering
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.rebuild import Holders, foreign

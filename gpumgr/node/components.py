@@ -36,10 +36,9 @@ from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules, reset_gpu
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, stored_nodes
-from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
-from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
-from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
+from gpumgr.kubelet.other_plugins import OtherDevicePlugins
+from gpumgr.kubelet.plugin_registration import KubeletLink, ResourceLists
+from gpumgr.kubelet.records import SPECS_SECONDS, PodResourcesClient, stored_nodes
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.ledger import Allocation, AllocationId
@@ -56,8 +55,8 @@ from gpumgr.web.metrics import Metrics
 from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.registration import DraDriver
-    from gpumgr.kubelet.dra.side import DraSide
+    from gpumgr.kubelet.dra_registration import DraDriver
+    from gpumgr.kubelet.dra_side import DraSide
     from gpumgr.node.api_side import ApiSide
 
 #: If the checkpoint has a note with this name, gpu-manager's allocations are in the ledger.
@@ -114,7 +113,7 @@ class Components:
         #: may remain then). Else None.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
-            from gpumgr.kubelet.dra.registration import DraDriver  # here, since few nodes need it
+            from gpumgr.kubelet.dra_registration import DraDriver  # here, since few nodes need it
 
             self.former_mode_dra = self._make_dra(DraDriver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
@@ -263,7 +262,7 @@ class Components:
     def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
-        from gpumgr.kubelet.dra.side import ClaimParts, DraSide  # here, since few nodes need it
+        from gpumgr.kubelet.dra_side import ClaimParts, DraSide  # here, since few nodes need it
 
         return DraSide(
             self.settings,

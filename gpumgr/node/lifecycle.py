@@ -29,7 +29,7 @@ from gpumgr.common.errors import CheckpointError, NvmlError
 from gpumgr.common.systemd import Notifier
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import SPECS_SECONDS, entries_if_readable, of_existing_pods, reconcile
+from gpumgr.kubelet.records import SPECS_SECONDS, entries_if_readable, of_existing_pods, reconcile
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.checkpoint.tables import LOST_NOTE, Loaded
 from gpumgr.ledger.history import HistoryEntry
@@ -43,7 +43,7 @@ from gpumgr.settings.profile import inner_names
 from gpumgr.web.read_model import ReadModel
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.registration import DraDriver
+    from gpumgr.kubelet.dra_registration import DraDriver
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
     driver = None
     if settings.node.mode == "dra":
-        from gpumgr.kubelet.dra.registration import DraDriver  # here, since few nodes need it
+        from gpumgr.kubelet.dra_registration import DraDriver  # here, since few nodes need it
 
         driver = DraDriver(settings)
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that

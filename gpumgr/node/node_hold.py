@@ -25,7 +25,7 @@ from gpumgr.agent.pods import holders_of_other_mode
 from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
-from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
+from gpumgr.kubelet.other_plugins import lock_folder, lock_node
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError
 from gpumgr.ledger.ledger import Ledger
@@ -109,7 +109,7 @@ class Preload:
 
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.registration import DraDriver
+    from gpumgr.kubelet.dra_registration import DraDriver
 
 
 _LOCK_SECONDS: Final = 0.01

@@ -16,7 +16,7 @@ from typing import Literal, Self
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.server import DrainingServer
-from gpumgr.kubelet.deviceplugin.plugin import decode_container_response
+from gpumgr.kubelet.plugin import decode_container_response
 from gpumgr.ledger.answer import ContainerResponse, merged
 from gpumgr.sim.kubelet_devices import Align, DeviceManager, ResourceOrder, SimCall
 from gpumgr.sim.kubelet_plugins import DeviceList, Endpoints, PluginClient, PodResourcesService, Registration

@@ -26,7 +26,7 @@ from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.kubelet.deviceplugin.registration import KubeletLink, ResourceLists
+from gpumgr.kubelet.plugin_registration import KubeletLink, ResourceLists
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
 from gpumgr.settings import Settings
@@ -35,7 +35,7 @@ from gpumgr.web.metrics import Exposition, Metrics
 from gpumgr.web.state import node_state, pod_details
 
 if TYPE_CHECKING:
-    from gpumgr.kubelet.dra.side import DraSide
+    from gpumgr.kubelet.dra_side import DraSide
 
 
 class Enforcement(Protocol):

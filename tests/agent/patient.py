@@ -10,7 +10,7 @@ from typing import Final
 
 from gpumgr.agent import admission, reconciler
 from gpumgr.cli import main
-from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.records import PodResourcesClient
 from gpumgr.node import components
 
 _SECONDS: Final = 60.0

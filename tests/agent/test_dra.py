@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from gpumgr.kubelet.dra.slices import slice_name
+from gpumgr.kubelet.slices import slice_name
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import device_name

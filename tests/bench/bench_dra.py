@@ -20,7 +20,7 @@ from typing import Any
 
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.dra.claim_reader import ClaimReader
+from gpumgr.kubelet.claim_reader import ClaimReader
 from gpumgr.ledger.claims import AllocatedClaim
 from tests.bench import figures
 from tests.bench.bench_metrics import node_snapshot

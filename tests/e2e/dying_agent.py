@@ -10,8 +10,8 @@ import sys
 from typing import Any, Final
 
 from gpumgr.cli import main
-from gpumgr.kubelet.dra.claim_reader import ClaimReader
-from gpumgr.kubelet.dra.service import Claims, DraPlugin
+from gpumgr.kubelet.claim_reader import ClaimReader
+from gpumgr.kubelet.dra_service import Claims, DraPlugin
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
 

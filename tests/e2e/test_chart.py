@@ -21,8 +21,8 @@ from gpumgr.common.units import DRA_DRIVER
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
 from gpumgr.compat.gpu_manager.flags import parse_gpu_manager_flags
-from gpumgr.kubelet.dra.claim_reader import ShareConfig
-from gpumgr.kubelet.dra.slices import resource_slice, slice_devices
+from gpumgr.kubelet.claim_reader import ShareConfig
+from gpumgr.kubelet.slices import resource_slice, slice_devices
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.schema import flat, is_live, missing_file, plain, sections
 from tests.unit.kubelet.dra.test_slices import snapshot

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from gpumgr.kubelet.dra.claim_reader import RETRY_ANNOTATION
-from gpumgr.kubelet.dra.slices import SLICES, resource_slice, slice_name
+from gpumgr.kubelet.claim_reader import RETRY_ANNOTATION
+from gpumgr.kubelet.slices import SLICES, resource_slice, slice_name
 
 from .agent import Agent
 from .api import PODS, ApiError

@@ -11,8 +11,8 @@ import pytest
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
-from gpumgr.kubelet.dra.slices import (
+from gpumgr.kubelet.slice_publisher import SlicePublisher
+from gpumgr.kubelet.slices import (
     SLICES,
     SliceDevice,
     Taint,

@@ -13,7 +13,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.enforcement import cdi
-from gpumgr.kubelet.dra.service import DraHealth, Faults
+from gpumgr.kubelet.dra_service import DraHealth, Faults
 from tests.component.kubelet.dra.harness import DRIVER, GPU, HELD, POOL, Linked, linked, plugin_of
 
 from .build import build_program

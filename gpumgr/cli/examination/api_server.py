@@ -18,9 +18,9 @@ from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed, unreadable_text
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra.claim_reader import find_shares
-from gpumgr.kubelet.dra.registration import socket_patterns
-from gpumgr.kubelet.dra.slices import SLICES, dropped, probe_slice, slice_name
+from gpumgr.kubelet.claim_reader import find_shares
+from gpumgr.kubelet.dra_registration import socket_patterns
+from gpumgr.kubelet.slices import SLICES, dropped, probe_slice, slice_name
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings

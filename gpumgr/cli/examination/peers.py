@@ -18,7 +18,7 @@ from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import CriError, GpumgrError
 from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.compat.gpu_manager.driver_files.manager import is_supplied, locate
-from gpumgr.kubelet.deviceplugin.other_plugins import answering, holder, problem_and_remedy
+from gpumgr.kubelet.other_plugins import answering, holder, problem_and_remedy
 from gpumgr.ledger.answer import DriverAccess
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.cri import CriClient, Runtimes, RuntimeVersion, driver_access

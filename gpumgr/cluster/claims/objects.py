@@ -159,7 +159,7 @@ def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerReque
 
 
 def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
-    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (dra/slices.py). Without
+    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (slices.py). Without
     an amount of memory it gives all memory of the GPU, as a request by HAMi's resources does."""
     asked = _container(requests)
     asked = replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu))

@@ -14,7 +14,7 @@ from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, InputError
 from gpumgr.common.units import VCUDA_NAMES
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, entries_if_readable, ours_of, pods_with_devices
+from gpumgr.kubelet.records import CheckpointEntry, entries_if_readable, ours_of, pods_with_devices
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.rebuild import AnonymousRecord, Holders, foreign, migrate, names_of
 from gpumgr.placement.pods import Listing, PodKey

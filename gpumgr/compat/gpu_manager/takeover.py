@@ -155,7 +155,7 @@ _DOCKERSHIM: Final = "dockershim"
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if the checkpoint names no pod (see
-    gpumgr.kubelet.deviceplugin.kubelet_checkpoint.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
+    gpumgr.kubelet.records.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
     kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids
     that the kubelet has."""
 

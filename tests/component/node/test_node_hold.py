@@ -17,8 +17,8 @@ import pytest
 from gpumgr.common.errors import CheckpointError
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
-from gpumgr.kubelet.deviceplugin.other_plugins import lock_node
-from gpumgr.kubelet.dra.registration import DraDriver
+from gpumgr.kubelet.dra_registration import DraDriver
+from gpumgr.kubelet.other_plugins import lock_node
 from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement

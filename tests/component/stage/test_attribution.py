@@ -8,7 +8,7 @@ import pytest
 from gpumgr.common.units import MEMORY_RESOURCE
 from gpumgr.enforcement.backend import BackendName, Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.kubelet.deviceplugin.plugin import encode_devices
+from gpumgr.kubelet.plugin import encode_devices
 from gpumgr.ledger.answer import LIBRARY_PATH, HostPaths
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import SimContainer

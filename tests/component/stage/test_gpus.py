@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.common.units import BLOCK_BYTES
-from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS
+from gpumgr.kubelet.plugin_registration import SOCKET_STEMS
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
 from gpumgr.placement.topology.devices import NodeSnapshot, Topology
 from gpumgr.placement.topology.matrix import parse_topology

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from gpumgr.agent.inventory import Inventory
-from gpumgr.kubelet.dra.slice_publisher import PublisherState
+from gpumgr.kubelet.slice_publisher import PublisherState
 from gpumgr.web.metrics import Metrics
 from gpumgr.web.read_model import ReadModel
 

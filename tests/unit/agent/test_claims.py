@@ -22,7 +22,7 @@ from gpumgr.common.units import Amounts, Resource
 from gpumgr.enforcement.backend import Backend, BackendName
 from gpumgr.enforcement.cdi import device_name as cdi_name
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.kubelet.dra.service import devices_of
+from gpumgr.kubelet.dra_service import devices_of
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, Share, device_name
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import ClaimRef

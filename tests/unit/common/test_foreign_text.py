@@ -29,8 +29,8 @@ from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.cluster_annotations import decode_inventory, decode_placement
 from gpumgr.kube.hami_formats import decode_allocations, decode_register
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import granted_in, parse_kubelet_checkpoint, parse_registered_devices
-from gpumgr.kubelet.dra.claim_reader import allocated_claim
+from gpumgr.kubelet.claim_reader import allocated_claim
+from gpumgr.kubelet.records import granted_in, parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.ledger.answer import GRANTED_ANNOTATION
 from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry

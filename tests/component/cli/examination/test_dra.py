@@ -13,7 +13,7 @@ from gpumgr.cli.examination.api_server import look_at_claims, look_at_mode, look
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.driver import Hardware
 from gpumgr.kube.client import Right
-from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, resource_slice, slice_name
+from gpumgr.kubelet.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.placement.topology.devices import Gpu

@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.cli.examination.folders import look_at_host_paths
 from gpumgr.cli.examination.peers import look_at_agent, look_at_plugins
-from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
+from gpumgr.kubelet.other_plugins import lock_folder, lock_node
 
 from .conftest import listening
 

@@ -18,7 +18,7 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, KubeletError
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import FILE_NAME
+from gpumgr.kubelet.records import FILE_NAME
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.placement.pods import Listing, PodKey, PodView

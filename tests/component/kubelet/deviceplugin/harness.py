@@ -11,7 +11,7 @@ import grpc
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.units import Resource
-from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin, PluginServer, encode_devices
+from gpumgr.kubelet.plugin import DevicePlugin, PluginServer, encode_devices
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from tests.kubelet_api import deviceplugin, deviceplugin_services
 

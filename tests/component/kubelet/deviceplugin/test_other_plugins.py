@@ -4,7 +4,7 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from gpumgr.kubelet.deviceplugin.other_plugins import OtherDevicePlugins
+from gpumgr.kubelet.other_plugins import OtherDevicePlugins
 from tests.component.cli.examination.conftest import listening
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from gpumgr.common.aio import LatestValue
-from gpumgr.kubelet.deviceplugin.plugin import DevicePlugin, PluginServer
+from gpumgr.kubelet.plugin import DevicePlugin, PluginServer
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, Served, allocate_request, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import KubeletError
-from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.records import PodResourcesClient
 from gpumgr.sim.kubelet import SimKubelet, SimPod
 
 

@@ -15,9 +15,9 @@ from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.server import DrainingServer
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
-from gpumgr.kubelet.deviceplugin import plugin
-from gpumgr.kubelet.deviceplugin.plugin import encode_devices
-from gpumgr.kubelet.deviceplugin.registration import SOCKET_STEMS, KubeletLink, LinkTiming
+from gpumgr.kubelet import plugin
+from gpumgr.kubelet.plugin import encode_devices
+from gpumgr.kubelet.plugin_registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, allocate_request, kubelet_stub

@@ -13,8 +13,8 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import stored_nodes
-from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra_service import DraPlugin
+from gpumgr.kubelet.records import stored_nodes
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name

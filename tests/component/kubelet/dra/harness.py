@@ -13,8 +13,8 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.common.unix_socket import is_served
-from gpumgr.kubelet.dra.registration import DraLink, LinkTiming
-from gpumgr.kubelet.dra.service import Claims, DraHealth, DraPlugin
+from gpumgr.kubelet.dra_registration import DraLink, LinkTiming
+from gpumgr.kubelet.dra_service import Claims, DraHealth, DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
 from tests.background import until
 from tests.kubelet_api import dra as pb

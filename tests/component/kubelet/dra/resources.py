@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra.slices import SLICES, slice_name
+from gpumgr.kubelet.slices import SLICES, slice_name
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import WatchedObjects, failure
 

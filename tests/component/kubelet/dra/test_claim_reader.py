@@ -11,8 +11,8 @@ from aiohttp import web
 
 from gpumgr.common.errors import Refusal
 from gpumgr.kube.client import AnswerError, ApiServer
-from gpumgr.kubelet.dra import claim_reader
-from gpumgr.kubelet.dra.claim_reader import ClaimReader
+from gpumgr.kubelet import claim_reader
+from gpumgr.kubelet.claim_reader import ClaimReader
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure

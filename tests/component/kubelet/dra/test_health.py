@@ -12,7 +12,7 @@ import pytest
 
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import UnixServer
-from gpumgr.kubelet.dra.service import DraHealth, Faults
+from gpumgr.kubelet.dra_service import DraHealth, Faults
 from tests.background import until
 from tests.component.kubelet.dra.harness import channel_to
 from tests.kubelet_api import drahealth as pb

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from gpumgr._pb.pluginregistration import RegistrationStatus
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.kubelet.dra.registration import DraLink
-from gpumgr.kubelet.dra.service import DraHealth
+from gpumgr.kubelet.dra_registration import DraLink
+from gpumgr.kubelet.dra_service import DraHealth
 from tests.background import until
 from tests.component.kubelet.dra.harness import (
     DRIVER,

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.enforcement import cdi
-from gpumgr.kubelet.dra.service import DraPlugin
+from gpumgr.kubelet.dra_service import DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef
 from tests.background import until
 from tests.component.kubelet.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, changed, channel_to, claim, plugin_of
@@ -145,7 +145,7 @@ async def test_what_a_call_has_waited_is_no_more_there_for_the_decision() -> Non
 
 
 async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumgr.kubelet.dra.service.START_SECONDS", 0.1)
+    monkeypatch.setattr("gpumgr.kubelet.dra_service.START_SECONDS", 0.1)
     claims, plugin = ScriptedClaims(hold=asyncio.Event()), DraPlugin("node-1", wait_seconds=0.1)
     plugin.decide_with(claims)
     with pytest.raises(Refusal, match=r"not prepared within 0.2 s"):

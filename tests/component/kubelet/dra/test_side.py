@@ -18,13 +18,13 @@ from gpumgr.common.errors import KubeletError, Refusal
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.kube.client import AnswerError, ApiServer
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, of_existing_pods
-from gpumgr.kubelet.dra import side as dra_side
-from gpumgr.kubelet.dra.claim_reader import find_shares
-from gpumgr.kubelet.dra.registration import DraDriver
-from gpumgr.kubelet.dra.service import DraPlugin
-from gpumgr.kubelet.dra.side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
-from gpumgr.kubelet.dra.slices import LOST_TAINT, Taint, slice_name
+from gpumgr.kubelet import dra_side
+from gpumgr.kubelet.claim_reader import find_shares
+from gpumgr.kubelet.dra_registration import DraDriver
+from gpumgr.kubelet.dra_service import DraPlugin
+from gpumgr.kubelet.dra_side import CORDONED_TAINT, UNHEALTHY_TAINT, ClaimParts, DraSide, gpu_taints
+from gpumgr.kubelet.records import CheckpointEntry, of_existing_pods
+from gpumgr.kubelet.slices import LOST_TAINT, Taint, slice_name
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.kubelet.dra.slice_publisher import PublishTimes, SlicePublisher
-from gpumgr.kubelet.dra.slices import SliceDevice, Taint, resource_slice, slice_name
+from gpumgr.kubelet.slice_publisher import PublishTimes, SlicePublisher
+from gpumgr.kubelet.slices import SliceDevice, Taint, resource_slice, slice_name
 from gpumgr.placement.topology.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
-from gpumgr.kubelet.deviceplugin.podresources import PodResourcesClient
+from gpumgr.kubelet.records import PodResourcesClient
 from gpumgr.sim.kubelet import SimContainer, SimKubeletError, SimPod
 from tests.topology_manager import best_effort
 

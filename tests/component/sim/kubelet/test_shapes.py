@@ -13,7 +13,7 @@ from h2.events import RequestReceived
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import parse_kubelet_checkpoint
+from gpumgr.kubelet.records import parse_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimKubeletError, SimPod
 from gpumgr.sim.kubelet_plugins import PluginClient
 from gpumgr.sim.kubelet_pods import (

@@ -11,8 +11,8 @@ import pytest
 
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.kubelet.deviceplugin.kubelet_checkpoint import CheckpointEntry, parse_kubelet_checkpoint, read_kubelet_checkpoint
-from gpumgr.kubelet.deviceplugin.plugin import encode_container_response
+from gpumgr.kubelet.plugin import encode_container_response
+from gpumgr.kubelet.records import CheckpointEntry, parse_kubelet_checkpoint, read_kubelet_checkpoint
 from gpumgr.ledger.answer import ContainerResponse, Mount
 
 RESPONSE = ContainerResponse(

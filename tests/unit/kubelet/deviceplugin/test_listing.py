@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.rpc.wire import WireError
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
-from gpumgr.kubelet.deviceplugin.podresources import parse_listing
+from gpumgr.kubelet.records import parse_listing
 from tests.kubelet_api import podresources as pb
 from tests.listings import listing_from
 

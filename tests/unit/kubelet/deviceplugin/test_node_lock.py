@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import AlreadyRunning, GpumgrError
-from gpumgr.kubelet.deviceplugin.other_plugins import lock_folder, lock_node
+from gpumgr.kubelet.other_plugins import lock_folder, lock_node
 
 
 def test_death_releases(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
-        "import os, sys; from pathlib import Path; from gpumgr.kubelet.deviceplugin.other_plugins import lock_node\n"
+        "import os, sys; from pathlib import Path; from gpumgr.kubelet.other_plugins import lock_node\n"
         "with lock_node(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9

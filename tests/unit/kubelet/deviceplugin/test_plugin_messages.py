@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.rpc import wire
-from gpumgr.kubelet.deviceplugin import plugin
-from gpumgr.kubelet.deviceplugin.plugin import OPTIONS, encode_devices
+from gpumgr.kubelet import plugin
+from gpumgr.kubelet.plugin import OPTIONS, encode_devices
 from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 from tests.kubelet_api import DecodeError
 from tests.kubelet_api import deviceplugin as pb

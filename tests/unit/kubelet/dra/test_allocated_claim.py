@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
-from gpumgr.kubelet.dra.claim_reader import allocated_claim
+from gpumgr.kubelet.claim_reader import allocated_claim
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare
 from gpumgr.ledger.ledger import ClaimRef
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
-from gpumgr.kubelet.dra.service import decode_claims, health_message
+from gpumgr.kubelet.dra_service import decode_claims, health_message
 from gpumgr.ledger.ledger import ClaimRef
 from tests.kubelet_api import DecodeError, dra, drahealth
 

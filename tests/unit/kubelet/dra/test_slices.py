@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpumgr.cli.examination.api_server import differences
 from gpumgr.kube.pods import parse_quantity
-from gpumgr.kubelet.dra.slices import (
+from gpumgr.kubelet.slices import (
     LOST_TAINT,
     SliceDevice,
     Taint,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumgr.kubelet.dra.registration import socket_paths
+from gpumgr.kubelet.dra_registration import socket_paths
 
 DRIVER = "gpu.gpumgr.io"
 KUBELET = Path("/var/lib/kubelet")

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from gpumgr.kube.client import ApiServer
-from gpumgr.kubelet.dra.claim_reader import RETRY_ANNOTATION, WaitingPods
+from gpumgr.kubelet.claim_reader import RETRY_ANNOTATION, WaitingPods
 from gpumgr.placement.pods import ClaimUse, PodView
 
 OURS = {

@@ -35,7 +35,7 @@ from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, Resource
 from gpumgr.common.unix_socket import remove_leftovers
-from gpumgr.kubelet.deviceplugin.plugin import (
+from gpumgr.kubelet.plugin import (
     OPTIONS,
     Allocator,
     DeviceEntry,

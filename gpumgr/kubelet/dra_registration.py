@@ -31,7 +31,7 @@ from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served, path_problem, remove_leftovers
-from gpumgr.kubelet.dra.service import DraHealth, DraPlugin, Faults
+from gpumgr.kubelet.dra_service import DraHealth, DraPlugin, Faults
 from gpumgr.settings import Settings
 
 _log = structlog.get_logger(__name__)

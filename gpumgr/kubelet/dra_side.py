@@ -23,11 +23,11 @@ from gpumgr.common.rpc.unix_server import LinkState, Observe
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
-from gpumgr.kubelet.dra.claim_reader import ClaimReader, WaitingPods, find_shares
-from gpumgr.kubelet.dra.registration import DraDriver
-from gpumgr.kubelet.dra.service import WAIT_SECONDS
-from gpumgr.kubelet.dra.slice_publisher import SlicePublisher
-from gpumgr.kubelet.dra.slices import Taint, slice_devices, with_lost
+from gpumgr.kubelet.claim_reader import ClaimReader, WaitingPods, find_shares
+from gpumgr.kubelet.dra_registration import DraDriver
+from gpumgr.kubelet.dra_service import WAIT_SECONDS
+from gpumgr.kubelet.slice_publisher import SlicePublisher
+from gpumgr.kubelet.slices import Taint, slice_devices, with_lost
 from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry

@@ -26,8 +26,8 @@ from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
-from gpumgr.kubelet.dra import slices
-from gpumgr.kubelet.dra.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
+from gpumgr.kubelet import slices
+from gpumgr.kubelet.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
 
 _log = structlog.get_logger(__name__)
 
