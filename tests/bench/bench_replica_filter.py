@@ -11,6 +11,7 @@ from typing import Any
 
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from tests.bench import figures
@@ -40,7 +41,7 @@ class Bench:
     def place(self, wanted: PodRequest) -> float:
         """Seconds of the choice and its assumption."""
         began = time.perf_counter()
-        ranked = self.index.rank(self.index.shape(wanted, "binpack"), self.names)
+        ranked = Question(self.index, wanted, "binpack").rank(self.names)
         assert not isinstance(ranked, Rejection), ranked
         ((name, choice),) = ranked
         shares = named_shares(self._states[name], choice)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
@@ -90,7 +91,7 @@ class Cluster(RuleBasedStateMachine):
         uid = data.draw(st.sampled_from(sorted(self.pending)))
         names = data.draw(st.lists(st.sampled_from([*NAMES, "unknown"]), min_size=1, unique=True))
         self.index.remove(uid)
-        ranked = self.index.rank(self.index.shape(self.pending[uid], policy), names)
+        ranked = Question(self.index, self.pending[uid], policy).rank(names)
         if isinstance(ranked, Rejection):
             assert 0 < len(ranked.text) <= 300
             return
@@ -216,9 +217,7 @@ class Cluster(RuleBasedStateMachine):
     def it_answers_as_an_index_that_is_filled_again(self, policy: Policy) -> None:
         again = self._filled_again()
         for wanted in REQUESTS:
-            assert again.rank(again.shape(wanted, policy), NAMES, 5) == self.index.rank(
-                self.index.shape(wanted, policy), NAMES, 5
-            )
+            assert Question(again, wanted, policy).rank(NAMES, 5) == Question(self.index, wanted, policy).rank(NAMES, 5)
 
     def teardown(self) -> None:
         for policy in POLICIES:

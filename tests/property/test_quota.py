@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, placed_pod
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import AskingPod, PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from tests.cluster_states import expect, node_state, request, share
 
 
@@ -72,12 +72,12 @@ def test_a_kept_answer_equals_a_new_one(
 ) -> None:
     """Each change happens after some steps of a call that asks the same."""
     quotas = Quotas({"one": NamespaceQuota(limits=tuple(limits))})
-    index, kept = ClusterIndex(quotas), KeptRejections()
+    index = ClusterIndex(quotas)
     for name in PLACES:
         index.set_node(gpus(name, {"a": ("A100",) * 4, "v": ("V100",) * 4}.get(name, DIFFERENT[0])))
 
-    def question(kept: KeptRejections | None) -> RankWithinQuota:
-        return RankWithinQuota(index, quotas, "one", wanted, "binpack", PLACES, most, kept)
+    def question(*, keep: bool = True) -> Question:
+        return Question(index, wanted, "binpack", "one", keep=keep)
 
     def chosen_on(name: str) -> object:
         node = expect(NodeState, index.node(name))
@@ -88,14 +88,14 @@ def test_a_kept_answer_equals_a_new_one(
         return quotas.refusal("one", quotas.holding(placed_pod(AskingPod(uid="asks", request=wanted), node, choice), node))
 
     for number, change in enumerate(steps):
-        asked = question(kept).examine()
+        asked = question().examine(PLACES, most)
         list(islice(asked, examined[number]))
         changed(index, quotas, number, change)
-        list(islice(question(kept).examine(), examined[-number]))
+        list(islice(question().examine(PLACES, most), examined[-number]))
         list(asked)
-        found = question(kept).rank()
+        found = question().rank(PLACES, most)
         assert found
-        assert found == question(None).rank()
+        assert found == question(keep=False).rank(PLACES, most)
         allowed = [name for name in PLACES if isinstance(chosen_on(name), NodeChoice)]
         if isinstance(found, Rejection):
             assert not allowed

@@ -12,7 +12,8 @@ from functools import reduce
 import msgspec
 
 from gpumgr.cluster.claims.objects import UnboundPod
-from gpumgr.cluster.core.quota import NONE_HELD, GpuKind, Held, Limit, Quotas, on_equal_gpus
+from gpumgr.cluster.core.node import GpuKind
+from gpumgr.cluster.core.quota import NONE_HELD, Held, Limit, Quotas, on_equal_gpus
 from gpumgr.cluster.core.request import ContainerRequest
 
 #: Kinds of GPUs with their memory in MiB.

@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.claims import objects
 from gpumgr.cluster.claims.gates import Demand, kinds_for
 from gpumgr.cluster.claims.objects import Key, UnboundPod, WatchedClaim, WatchedSlice, WatchedTemplate
-from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
-from gpumgr.cluster.core.quota import GpuKind
+from gpumgr.cluster.core.node import GpuKind, NodeState, node_of_equal_gpus
 from gpumgr.cluster.scheduler.objects import CpuPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.foreign_text import decode_stored

@@ -7,16 +7,14 @@ nodes and bound pods in any order gives the same answers.
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final, NamedTuple
+from itertools import takewhile
+from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.node import NodeState, Used, covers, plus_taken
-from gpumgr.cluster.core.profiles import Profiles, Rank
+from gpumgr.cluster.core.node import NodeState, Used, plus_taken
+from gpumgr.cluster.core.profiles import Profiles
 from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import (
     MAX_GPU_CONTAINERS,
@@ -29,33 +27,13 @@ from gpumgr.cluster.core.request import (
     Shares,
     taken_by,
 )
-from gpumgr.cluster.core.shape import Found, Rejection, Shape
+from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 
 #: How many sets of nodes are kept; each takes 700 bytes at 5,000 nodes.
 _KEPT_NODE_SETS: Final = 256
-
-
-class NodeSet(msgspec.Struct, frozen=True):
-    """The nodes among which a pod's node is chosen. `nodes`: nodes of the index, as the bits of an integer (see
-    `gpumgr.cluster.core.profiles`); `others`: names of other nodes. It is valid for one `numbering` of the nodes."""
-
-    nodes: int
-    others: frozenset[str] = frozenset()
-    numbering: int = 0
-
-    def __len__(self) -> int:
-        return self.nodes.bit_count() + len(self.others)
-
-    def without(self, nodes: int) -> "NodeSet":
-        return replace(self, nodes=self.nodes & ~nodes) if self.nodes & nodes else self
-
-    def within(self, nodes: int) -> "NodeSet":
-        return NodeSet(self.nodes & nodes, numbering=self.numbering)
-
-
-Names = Iterable[str] | NodeSet
+#: Names of nodes, or a set of nodes: the bits of an integer (see `gpumgr.cluster.core.profiles`).
+Names = Iterable[str] | int
 
 
 @dataclass
@@ -76,29 +54,13 @@ class _Node:
         return None if self.state.cpu_milli is None else max(0, self.state.cpu_milli - self.cpu_milli)
 
 
-class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs; a GPU is left out if another one has as much of
-    both cores and memory."""
-
-    idle_gpus: int
-    free: tuple[Amounts, ...]
-
-    def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container of the pod would fit on some node if it were alone. HAMi's resources are not examined: True."""
-        return all(
-            each.replica is not None
-            or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
-            for each in request.containers
-        )
-
-
 class ClusterIndex:
     """An assumed placement was decided, but is not known to be bound yet. It lasts until it is bound or removed. `cpu_per_gpu_milli`: what
     an average pod requests beside one GPU, in thousandths of a CPU, for the policy least-fragmentation. `quotas` is notified of each
     change of nodes and of pods with GPUs, before the method that changes the index returns."""
 
     def __init__(self, quotas: Quotas | None = None, *, cpu_per_gpu_milli: int = 8000) -> None:
-        self._quotas, self._cpu_per_core = quotas or Quotas(), max(1, cpu_per_gpu_milli // CORES_PER_GPU)
+        self.quotas = quotas or Quotas()
         self._nodes: dict[str, _Node] = {}
         self._node_of: dict[str, str] = {}
         #: Pods without GPUs: (node, thousandths of CPU), by UID.
@@ -106,15 +68,19 @@ class ClusterIndex:
         #: UUID of a GPU -> names of nodes. More than one if a GPU was moved, or an inventory was copied.
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
         self._assumed: set[str] = set()
-        self._profiles = Profiles(self._cpu_per_core)
-        self._node_sets: dict[Hashable, NodeSet] = {}
+        self._profiles = Profiles(max(1, cpu_per_gpu_milli // CORES_PER_GPU))
+        self._node_sets: dict[Hashable, int] = {}
+        #: For Question: what was asked -> the state in which it was rejected, and the rejection.
+        self.rejections: dict[Hashable, tuple[Hashable, Rejection]] = {}
         #: Nodes with changes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
-        self._version = 0
-        #: Names of nodes that have changed; NodeRows removes the names. `_taken`: the nodes that have changed since the last
-        #: `take_changed`.
+        #: Differs after every change of nodes or of pods with GPUs. The CPU of pods without GPUs does not count: it decides for no request
+        #: whether a node fits.
+        self.version = 0
+        #: Name of a node -> the version of its last change, the oldest first.
+        self._versions: dict[str, int] = {}
+        #: Names of nodes that have changed; NodeRows removes the names.
         self.changed: set[str] = set()
-        self._taken: set[str] = set()
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +96,7 @@ class ClusterIndex:
             for uuid in {gpu.uuid for gpu in state.gpus if gpu.uuid}:
                 self._nodes_of_gpu[uuid].add(state.name)
             self._changed(state.name)
-            self._quotas.node_changed(state, node.pods.values())
+            self.quotas.node_changed(state, node.pods.values())
 
     def remove_node(self, name: str) -> None:
         """The node's pods stay in the index until `remove` removes each of them, since the node may be created again."""
@@ -157,7 +123,7 @@ class ClusterIndex:
             return
         node = self._nodes[name]
         node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
-        self._quotas.pod_removed(uid)
+        self.quotas.pod_removed(uid)
         self._changed(name)
         if node.empty:
             self._drop(name)
@@ -195,6 +161,11 @@ class ClusterIndex:
                 self._profiles.remove(name)
             yield
 
+    def compact(self) -> None:
+        """Numbers the nodes again if many numbers have no node, and forgets removed nodes. Call it where no set of nodes is in use."""
+        if self.profiles.compact():
+            self._versions = {name: version for name, version in self._versions.items() if name in self._nodes}
+
     # -- queries -----------------------------------------------------------------------------------------------------------
 
     def placement(self, uid: str) -> PlacedPod | None:
@@ -221,101 +192,45 @@ class ClusterIndex:
             node.used = used_on(node.state, node.pods.values())
         return node.used
 
-    def node_set(self, names: Names) -> NodeSet:
-        """The set of the nodes with these names. A given set is brought up to date: nodes in its `others` that the index knows by now are
-        moved to `nodes`, and if nodes were numbered again since, it gets all nodes of the index."""
+    @property
+    def profiles(self) -> Profiles:
+        """Up to date with all changes."""
         self.settle()
-        numbering = self._profiles.numbering
-        if isinstance(names, NodeSet):
-            there = [name for name in names.others if name in self._profiles.slots]
-            nodes = names.nodes if names.numbering == numbering else -1
-            if not (there or nodes & ~self._profiles.all):
-                return names
-            return NodeSet(nodes & self._profiles.all | self._profiles.nodes_of(there), names.others.difference(there), numbering)
-        names = tuple(names)
-        # kube-scheduler sends the same names in another order each time. Python salts the hashes of texts, so no client can craft two sets
-        # with the same hash.
-        content = numbering, self._profiles.memberships, len(names), hash(frozenset(names))
-        if (known := self._node_sets.get(content)) is not None:
-            return known
-        others = frozenset(names).difference(self._profiles.slots)
-        nodes = self._profiles.nodes_of([name for name in names if name not in others])
-        if len(self._node_sets) >= _KEPT_NODE_SETS:
-            self._node_sets.clear()
-        return self._node_sets.setdefault(content, NodeSet(nodes, others, numbering))
-
-    def take_changed(self) -> NodeSet:
-        """The nodes that have changed since the last call; pods without GPUs do not count. Only one caller may use it."""
-        taken = self.node_set(self._taken)
-        self._taken.clear()
-        return taken
-
-    def names(self, offered: NodeSet) -> list[str]:
-        """The names of the nodes in a set; none if nodes were numbered again since, because the set's nodes are then not known."""
-        found = self.node_set(offered)
-        if offered.numbering != found.numbering:
-            return []
-        return [*found.others, *(place.name for place in self._profiles.places_of(found.nodes))]
-
-    def shape(self, request: PodRequest, policy: Policy, *, keep: bool = True) -> Shape:
-        """Compares this request with nodes. Without `keep`, its results do not displace results that are kept for kube-scheduler's
-        calls."""
-        return Shape(request, policy, self._profiles, self._cpu_per_core, keep=keep)
-
-    def rank(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes of `names` for the request, the best one first, at most `most` of them. `names` must not be empty."""
-        return [each[1:] for each in self.best(shape, names, most)] or self.rejection(shape, names)
-
-    def best(self, shape: Shape, names: Names, most: int = 1) -> list[tuple[Rank, str, NodeChoice]]:
-        """The nodes of `rank` with their ranks; empty if no node fits."""
-        found = self._fitting(shape, names, most)
-        made = (
-            (rank, name, self._choice_on(name, shape) if room is None else shape.in_room(room, name))
-            for rank, name, room in found
-        )
-        return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
-
-    def order(self, shape: Shape, names: Names, most: int | None = None) -> list[str]:
-        """The names of `best`; without `most` all that fit."""
-        return [name for _, name, _ in self._fitting(shape, names, most)]
-
-    def any_fits(self, shape: Shape, names: Names) -> bool:
-        """Whether one of these nodes fits. The search ends at the first one."""
-        return bool(self._fitting(shape, names, 1, enough=1))
-
-    def _fitting(self, shape: Shape, names: Names, most: int | None, enough: int | None = None) -> list[Found]:
-        named, nodes = self._named(shape.request, self.node_set(names))
-        fits = shape.fitting(nodes, most, enough=enough)
-        choices = [(name, self._choice_on(name, shape)) for name in named]
-        fits += [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
-        return sorted(fits, key=itemgetter(0, 1))[:most] if named else fits
-
-    def rejection(self, shape: Shape, names: Names) -> Rejection:
-        """Why none of these nodes fits. The caller has checked that none does."""
-        offered = self.node_set(names)
-        named, nodes = self._named(shape.request, offered)
-        closest = [*shape.misfits(nodes), *((1, name, None) for name in named)]
-        if offered.others:
-            closest.append((len(offered.others), min(offered.others), None))
-        misfits = ((count, name, misfit or self._choice_on(name, shape)) for count, name, misfit in closest)
-        return Rejection(explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit)))
-
-    def examine(self, shape: Shape, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
-        """Does the slow part of `rank` (with `most` None: of `order`; without `reasons`: of `any_fits`) in steps of less than a
-        millisecond. Afterwards these methods take a few milliseconds."""
-        return shape.examine(self._named(shape.request, self.node_set(names))[1], most, reasons=reasons)
-
-    def largest(self, offered: NodeSet) -> Largest:
-        nodes, profiles = self.node_set(offered).nodes, self._profiles
-        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
-        idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
-        return Largest(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
+        return self._profiles
 
     @property
-    def version(self) -> int:
-        """Differs after every change of nodes or of pods with GPUs. The CPU of pods without GPUs does not count: it decides for no request
-        whether a node fits."""
-        return self._version
+    def numbering(self) -> int:
+        """Sets of nodes that were made with another numbering are void."""
+        return self._profiles.numbering
+
+    def node_set(self, names: Names) -> int:
+        """The set of the nodes with these names. Equal sets are one object."""
+        if isinstance(names, int):
+            return names
+        # kube-scheduler sends the same names in another order each time. Python salts the hashes of texts, so no client can craft two sets
+        # with the same hash.
+        names = frozenset(names)
+        content = self.numbering, len(names), hash(names)
+        if (known := self._node_sets.get(content)) is not None:
+            return known
+        nodes = self.profiles.nodes_of(names)
+        if len(self._node_sets) >= _KEPT_NODE_SETS:
+            self._node_sets.clear()
+        if nodes.bit_count() == len(names):  # else names are left out, which may get a number later
+            self._node_sets[content] = nodes
+        return nodes
+
+    def names(self, nodes: int) -> list[str]:
+        return self._profiles.names_of(nodes)
+
+    def changed_since(self, version: int) -> int:
+        """The nodes that have changed after this version; -1: all that have ever changed."""
+        later = takewhile(lambda item: item[1] > version, reversed(self._versions.items()))
+        return self.profiles.nodes_of(frozenset(name for name, _ in later))
+
+    def with_gpus(self, uuids: Iterable[str]) -> set[str]:
+        """The names of the nodes that have one of these GPUs."""
+        return {name for uuid in uuids for name in self._nodes_of_gpu.get(uuid, ())}
 
     @property
     def placed_pods(self) -> int:
@@ -359,12 +274,11 @@ class ClusterIndex:
         node.pods[pod.uid] = pod
         node.cpu_milli += pod.request.cpu_milli
         self._node_of[pod.uid] = pod.node
-        self._quotas.pod_placed(pod, self._nodes[pod.node].state)
+        self.quotas.pod_placed(pod, self._nodes[pod.node].state)
         self._changed(pod.node)
 
     def _drop(self, name: str) -> None:
         del self._nodes[name]
-        self._quotas.node_removed(name)
         self._note(name)
 
     def _changed(self, name: str) -> None:
@@ -372,26 +286,15 @@ class ClusterIndex:
         self._note(name)
 
     def _note(self, name: str) -> None:
-        self._version += 1
+        self.version += 1
+        self._versions.pop(name, None)
+        self._versions[name] = self.version
         self.changed.add(name)
-        self._taken.add(name)
         self._stale[name] = None
 
     def _count_cpu(self, name: str, cpu_milli: int) -> None:
         self._node(name).cpu_milli += cpu_milli
         self._stale[name] = None
-
-    def _named(self, request: PodRequest, offered: NodeSet) -> tuple[list[str], int]:
-        """The names of the `offered` nodes that have GPUs which the request names, and the set of the other offered nodes."""
-        if request.constraints == UNCONSTRAINED:
-            return [], offered.nodes
-        named = {name for gpu in request.constraints.uuids for name in self._nodes_of_gpu.get(gpu, ())}
-        there = [name for name in sorted(named) if self.node_set((name,)).nodes & offered.nodes]
-        return there, offered.nodes & ~self._profiles.nodes_of(there)
-
-    def _choice_on(self, name: str, shape: Shape) -> NodeChoice | Misfit:
-        node = self._nodes.get(name)
-        return choose(node.state, self.used(name), shape.request, shape.policy) if node is not None else Misfit(container=None)
 
 
 def placed_pod(pod: AskingPod, node: NodeState | None, choice: NodeChoice) -> PlacedPod:
@@ -464,12 +367,3 @@ def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
     """All cores of a GPU include all its memory. A MIG device has its own memory, even if it has all cores."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts
-
-
-def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
-    """The amounts that no other covers."""
-    best: list[Amounts] = []
-    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
-        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
-            best.append(each)
-    return tuple(best)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Final, Literal
 
 import msgspec
@@ -24,6 +25,20 @@ Totals = Counter[tuple[str, str, str]]
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
 #: States of a GPU; "full": it has no free cores, or no free memory, or no place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
+
+
+class GpuKind(msgspec.Struct, frozen=True):
+    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known.
+    `any_model`: they may be of any model, so they count within the limits of each."""
+
+    model: str = ""
+    label: str = ""
+    pool: str = ""
+    any_model: bool = False
+
+
+#: The values of a GPU that matter for limits: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
+CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +76,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
         return self.offered and after.cores <= CORES_PER_GPU and after.memory_mebibytes <= self.memory_mebibytes and replicas
 
 
-class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """`gpus` are in the order of NVML's indices, without the GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
 
     `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: UID of a pod -> the
@@ -89,6 +104,11 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
         by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
+    @cached_property
+    def counted_gpus(self) -> Sequence[CountedGpu]:
+        """The GPUs by position, as limits distinguish them. A node without GPUs counts as one GPU without a model."""
+        return tuple(_counted(self.model_label, self.pool, *gpu.type) for gpu in self.gpus or (GpuState(memory_mebibytes=0),))
+
     def allowed(self, request: PodRequest) -> Sequence[bool]:
         """For each GPU, whether the constraints and the quota of the pod allow it. If the node's agent chooses the GPUs, the pod may use
         all of them or none."""
@@ -107,6 +127,12 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
             return None
         found = sorted({gpu.numa for gpu in self.gpus})
         return () if self.naming == "none" and len(found) > 1 else [each for each in found if each >= 0]
+
+
+@lru_cache(maxsize=4096)
+def _counted(label: str, pool: str, model: str, memory_mebibytes: int, scaling: Scaling | None) -> CountedGpu:
+    """Cached, so that equal GPUs share one object."""
+    return GpuKind(model, label, pool), memory_mebibytes, scaling
 
 
 def node_of_equal_gpus(name: str, cores: int, memory_mebibytes: int) -> NodeState:

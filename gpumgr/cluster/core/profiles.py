@@ -6,19 +6,20 @@ Sets of nodes are integers: bit n is the node with the slot n.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from heapq import merge
 from itertools import compress
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, or_
 from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
-from gpumgr.cluster.core.node import GpuState, Naming, NodeState, Used
+from gpumgr.cluster.core.node import CountedGpu, GpuState, Naming, NodeState, Used
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.topology.devices import Topology
 
@@ -30,7 +31,7 @@ _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
 #: Up to this number of nodes, their rooms are found node by node.
 _FEW: Final = 200
-#: All nodes are numbered again once the slots exceed twice the number of nodes by more than this.
+#: All nodes are numbered again once the slots exceed twice the number of nodes by more than this. Then no other name gets a slot.
 _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
@@ -147,11 +148,12 @@ class _Kind:
 
 
 class Place(msgspec.Struct):
-    """A node. `cpu_free` is in thousandths, None if it is not known."""
+    """A node. `counted`: its GPUs as limits distinguish them. `cpu_free` is in thousandths, None if it is not known."""
 
     name: str
     slot: int
     state: NodeState
+    counted: frozenset[CountedGpu]
     kind: _Kind
     profile: Profile
     cpu_free: int | None
@@ -160,23 +162,23 @@ class Place(msgspec.Struct):
 class Profiles:
     """`rooms` are sorted by key. The sets of nodes: `all`; `with_gpus` and `with_mig`, the nodes with GPUs and with MIG devices;
     `unnamed`, where the agent chooses the GPUs; `short_of_cpu`, with less free CPU than their usable cores need. `numbering` changes when
-    nodes get other slots. `memberships` counts additions and removals of nodes."""
+    nodes get other slots."""
 
     def __init__(self, cpu_per_core: int) -> None:
-        self._cpu_per_core = cpu_per_core
-        self.numbering = self.memberships = 0
+        self.cpu_per_core = cpu_per_core
+        self.numbering = 0
         self._begin()
 
     def _begin(self) -> None:
         self.places: dict[str, Place] = {}
-        self.slots: dict[str, int] = {}
-        #: Removed node -> its slot: a node that is created again gets the same slot, so the sets that contained it still do.
-        self._slots_left: dict[str, int] = {}
-        self.by_slot: list[Place | None] = []
+        #: The slots of all names that a set had. A node that is removed and created again, or created after a set named it, has its slot.
+        self._slots: dict[str, int] = {}
+        self._names: list[str] = []
+        self._by_slot: list[Place | None] = []
         #: How many of the first slots are in the order of the nodes' names, and the last of these names.
         self._in_order, self._last_in_order = 0, ""
-        #: Number of idle GPUs -> the set of nodes that have so many.
-        self.by_idle_gpus: dict[int, int] = {}
+        #: Number of idle GPUs -> the set of nodes that have so many; GPUs as limits distinguish them -> the nodes that have these.
+        self.by_idle_gpus, self.by_counted = defaultdict[int, int](int), defaultdict[frozenset[CountedGpu], int](int)
         self.rooms: list[Room] = []
         self.all = self.with_gpus = self.with_mig = self.unnamed = self.short_of_cpu = 0
         self._room_of: dict[tuple[GpuState, Amounts], Room] = {}
@@ -199,19 +201,23 @@ class Profiles:
         """The nodes with at least `count` idle GPUs."""
         return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
 
-    def nodes_of(self, names: Sequence[str]) -> int:
-        """The set of the nodes with these names. Raises KeyError if one of them is not known."""
-        if len(names) < 2:
-            return 1 << self.slots[names[0]] if names else 0
-        slots = itemgetter(*names)(self.slots)
-        bits = bytearray(b"0") * len(self.by_slot)
-        for slot in slots:
+    def nodes_of(self, names: frozenset[str]) -> int:
+        """The set of the nodes with these names. Names that no node has are in the set, too, unless they are too many."""
+        for name in names.difference(self._slots):
+            if self._sparse:
+                names = names.intersection(self._slots)
+                break
+            self._slot(name)
+        bits = bytearray(b"0") * (len(self._by_slot) + 1)
+        for slot in map(self._slots.__getitem__, names):
             bits[~slot] = _ONE
         return int(bits, 2)
 
     def places_of(self, nodes: int) -> Iterator[Place]:
-        bits = bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS)
-        return filter(None, compress(self.by_slot, bits))
+        return filter(None, compress(self._by_slot, _binary(nodes)))
+
+    def names_of(self, nodes: int) -> list[str]:
+        return list(compress(self._names, _binary(nodes)))
 
     def in_order(self, nodes: int) -> Iterator[Place]:
         """The nodes of a set in the order of their names. The first ones are found without examining the other nodes. All nodes of the set
@@ -228,7 +234,7 @@ class Profiles:
             if not nodes:
                 return
             first = nodes & -nodes
-            place = self.by_slot[first.bit_length() - 1]
+            place = self._by_slot[first.bit_length() - 1]
             assert place is not None, "it is on record"
             yield place
             nodes ^= first
@@ -237,42 +243,54 @@ class Profiles:
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
         """Adds the node, or moves it to the groups that fit its new state."""
         place = self.places.get(state.name)
-        kind = place.kind if place is not None and place.state is state else self._kind(state)
+        kind, counted = (
+            (place.kind, place.counted)
+            if place is not None and place.state is state
+            else (self._kind(state), frozenset(state.counted_gpus))
+        )
         profile = kind.profiles.get(used) or self._profile(kind, used)
-        if place is not None and place.profile is profile:
+        if place is not None and place.profile is profile and place.counted == counted:
             place.state, place.cpu_free = state, cpu_free
         else:
             if place is not None:
                 self._leave(place)
-            slot = place.slot if place is not None else self._slot_of_new(state.name)
-            self.places[state.name] = self.by_slot[slot] = place = Place(state.name, slot, state, kind, profile, cpu_free)
+            slot = self._slot(state.name)
+            self.places[state.name] = self._by_slot[slot] = place = Place(
+                state.name, slot, state, counted, kind, profile, cpu_free
+            )
             self._enter(place)
-        short, bit = cpu_free is not None and cpu_free < profile.cores.usable * self._cpu_per_core, 1 << place.slot
+        short, bit = cpu_free is not None and cpu_free < profile.cores.usable * self.cpu_per_core, 1 << place.slot
         self.short_of_cpu = self.short_of_cpu | bit if short else self.short_of_cpu & ~bit
 
-    def _slot_of_new(self, name: str) -> int:
-        slot = self.slots[name] = self._slots_left.pop(name, len(self.by_slot))
-        if slot == len(self.by_slot):
-            self.by_slot.append(None)
-            if slot == self._in_order and name > self._last_in_order:
-                self._in_order, self._last_in_order = slot + 1, name
-        self.memberships += 1
+    def _slot(self, name: str) -> int:
+        if (known := self._slots.get(name)) is not None:
+            return known
+        slot = self._slots[name] = len(self._names)
+        self._names.append(name)
+        self._by_slot.append(None)
+        if slot == self._in_order and name > self._last_in_order:
+            self._in_order, self._last_in_order = slot + 1, name
         return slot
 
     def remove(self, name: str) -> None:
-        if (place := self.places.pop(name, None)) is None:
-            return
-        self._leave(place)
-        slot = self._slots_left[name] = self.slots.pop(name)
-        self.by_slot[slot] = None
-        self.all, self.short_of_cpu = self.all & ~(1 << slot), self.short_of_cpu & ~(1 << slot)
-        self.memberships += 1
-        if len(self.by_slot) > 2 * len(self.places) + _UNUSED_SLOTS:
-            left = sorted(self.places.values(), key=_name)
-            self._begin()
-            self.numbering += 1
-            for each in left:
-                self.put(each.state, each.profile.used, each.cpu_free)
+        if (place := self.places.pop(name, None)) is not None:
+            self._leave(place)
+            self._by_slot[place.slot] = None
+
+    @property
+    def _sparse(self) -> bool:
+        return len(self._slots) > 2 * len(self.places) + _UNUSED_SLOTS
+
+    def compact(self) -> bool:
+        """Numbers the nodes again if many slots have no node, and returns whether it did. Sets of nodes from before are void then."""
+        if not self._sparse:
+            return False
+        left = sorted(self.places.values(), key=_name)
+        self._begin()
+        self.numbering += 1
+        for each in left:
+            self.put(each.state, each.profile.used, each.cpu_free)
+        return True
 
     def _enter(self, place: Place) -> None:
         """Adds the node to its groups. A group is kept only while it has nodes."""
@@ -284,7 +302,8 @@ class Profiles:
                 self._room_of[room.gpu, room.used] = room
         for group in _groups(profile):
             group.nodes |= bit
-        self.by_idle_gpus[profile.idle_gpus] = self.by_idle_gpus.get(profile.idle_gpus, 0) | bit
+        self.by_idle_gpus[profile.idle_gpus] |= bit
+        self.by_counted[place.counted] |= bit
         self.all |= bit
         self.with_gpus |= bit if state.gpus else 0
         self.with_mig |= bit if any(gpu.mig for gpu in state.gpus) else 0
@@ -295,6 +314,9 @@ class Profiles:
         for group in _groups(profile):
             group.nodes &= ~bit
         self.by_idle_gpus[profile.idle_gpus] &= ~bit
+        self.by_counted[place.counted] &= ~bit
+        if not self.by_counted[place.counted]:
+            del self.by_counted[place.counted]
         for room in profile.rooms:
             if not room.nodes:
                 position = bisect_left(self.rooms, room.key, key=_key)
@@ -308,6 +330,7 @@ class Profiles:
         if not kind.profiles:
             del self._kinds[kind.key]
         self.with_gpus, self.with_mig, self.unnamed = (each & ~bit for each in (self.with_gpus, self.with_mig, self.unnamed))
+        self.all, self.short_of_cpu = self.all & ~bit, self.short_of_cpu & ~bit
 
     def _kind(self, state: NodeState) -> _Kind:
         gpus = tuple(replace(gpu, uuid=_SOME_UUID if gpu.uuid else "") for gpu in state.gpus)
@@ -329,6 +352,10 @@ class Profiles:
 
 
 _name = attrgetter("name")
+
+
+def _binary(nodes: int) -> bytes:
+    return bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS)
 
 
 def _groups(profile: Profile) -> Iterator[Profile | Room]:

@@ -4,31 +4,19 @@ What a pod holds is added when it is placed (bound, or assumed: decided and not 
 the same time with any number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import memory_text
-from gpumgr.cluster.core.node import NodeState, Used
+from gpumgr.cluster.core.node import CountedGpu, GpuKind, NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PlacedPod, PodRequest, PodUse, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.replicas import Scaling
-
-
-class GpuKind(msgspec.Struct, frozen=True):
-    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known.
-    `any_model`: they may be of any model, so they count within the limits of each."""
-
-    model: str = ""
-    label: str = ""
-    pool: str = ""
-    any_model: bool = False
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -112,20 +100,6 @@ class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-#: The values of a GPU that matter for limits: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
-CountedGpu = tuple[GpuKind, int, Scaling | None]
-
-
-class Denial(NamedTuple):
-    """What a quota denies a pod on nodes with the same GPUs, with the `reason`. `types`: the types of GPUs on which the pod would exceed
-    the quota; `entire`: the nodes have no others."""
-
-    nodes: Set[str]
-    reason: str
-    entire: bool
-    types: frozenset[GpuType]
-
-
 class Quotas:
     """A ClusterIndex reports what pods hold. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
 
@@ -136,44 +110,24 @@ class Quotas:
         #: Namespace with limits -> how many times the amounts of one of its pods were subtracted.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
-        #: The pods in _pods with amounts that their node's agent reports: they may have been resized to more than they request.
-        self._reported: set[str] = set()
-        #: The GPUs of each node, and the names of the nodes with the same GPUs, as far as limits distinguish them.
-        self._gpus: dict[str, frozenset[CountedGpu]] = {}
-        self._names: dict[frozenset[CountedGpu], set[str]] = {}
 
     # -- what the index reports --------------------------------------------------------------------------------------------
 
     def pod_placed(self, pod: PlacedPod, node: NodeState) -> None:
         holding = self.holding(pod, node)
         self._pods[pod.uid] = (pod.namespace, holding)
-        if pod.uid in node.reported_shares:
-            self._reported.add(pod.uid)
         self._count(pod.namespace, holding, 1)
 
     def pod_removed(self, uid: str) -> None:
-        self._reported.discard(uid)
         if (known := self._pods.pop(uid, None)) is not None:
             self._count(*known, -1)
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
         """If `node` has no GPUs (it was removed, perhaps for a moment), what its pods hold there still counts."""
-        gpus, before = frozenset(gpus_of(node)), self._gpus.get(node.name)
-        if gpus != before:
-            self.node_removed(node.name)
-            self._gpus[node.name] = gpus
-            self._names.setdefault(gpus, set()).add(node.name)
         for pod in pods if node.gpus else ():
-            reported = pod.uid in node.reported_shares or pod.uid in self._reported
-            if gpus != before or (reported and self.held(pod.uid) != (pod.namespace, self.holding(pod, node))):
+            if self.held(pod.uid) != (pod.namespace, self.holding(pod, node)):
                 self.pod_removed(pod.uid)
                 self.pod_placed(pod, node)
-
-    def node_removed(self, name: str) -> None:
-        if (gpus := self._gpus.pop(name, None)) is not None:
-            self._names[gpus].discard(name)
-            if not self._names[gpus]:
-                del self._names[gpus]
 
     def state(self, namespace: str) -> Hashable:
         """A value that changes whenever the namespace may be allowed more; None: the namespace has no limits."""
@@ -182,14 +136,7 @@ class Quotas:
 
     # -- decisions ---------------------------------------------------------------------------------------------------------
 
-    def denials(self, namespace: str, request: PodRequest) -> Iterator[Denial]:
-        """Yields what the quota denies the pod, for each group of nodes with the same GPUs."""
-        denied = self._denied(namespace, chain.from_iterable(self._names), request)
-        for gpus, names in self._names.items():
-            if refused := gpus & denied.keys():
-                yield Denial(names, min(denied[gpu] for gpu in refused), len(refused) == len(gpus), _types(refused))
-
-    def _denied(
+    def denied(
         self, namespace: str, gpus: Iterable[CountedGpu], request: PodRequest, freed: Holding = NO_HOLDING
     ) -> Mapping[CountedGpu, str]:
         """The GPUs on which the pod would exceed the quota, with the reason."""
@@ -222,10 +169,10 @@ class Quotas:
         policy: Policy,
         freed: Holding = NO_HOLDING,
     ) -> NodeChoice | Misfit | Rejection:
-        """The choice on this node without the GPUs that the quota denies (see `denials`). If none fits, the quota's Rejection, or a Misfit
+        """The choice on this node without the GPUs that the quota denies (see `denied`). If none fits, the quota's Rejection, or a Misfit
         on a node on which the quota denies no GPU."""
-        denied = self._denied(namespace, gpus_of(node), request, freed)
-        choice = choose(node, used, replace(request, denied=_types(denied)) if denied else request, policy)
+        denied = self.denied(namespace, node.counted_gpus, request, freed)
+        choice = choose(node, used, replace(request, denied=types_of(denied)) if denied else request, policy)
         return Rejection(min(denied.values())) if denied and isinstance(choice, Misfit) else choice
 
     def without(self, namespace: str, uid: str) -> "Quotas":
@@ -247,9 +194,9 @@ class Quotas:
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
         """What the pod holds on this node: what it requests, and more if it was resized to more. On a node with different GPUs, a pod with
-        unknown GPUs counts as if it had the first ones. If the node has neither GPUs nor a label with their
-        model, they may be of any model."""
-        requested, gpus = self._requested(pod, node), gpus_of(node)
+        unknown GPUs counts as if it had the first ones. If the node has neither GPUs nor a label with their model, they may be of any
+        model."""
+        requested, gpus = self._requested(pod, node), node.counted_gpus
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}
             for gpu, each in node.reported_shares.get(pod.uid, ())
@@ -258,7 +205,7 @@ class Quotas:
         return {kind: requested.get(kind, NONE_HELD).most(reported.get(kind, NONE_HELD)) for kind in {**requested, **reported}}
 
     def _requested(self, pod: PlacedPod, node: NodeState) -> Holding:
-        gpus = gpus_of(node)
+        gpus = node.counted_gpus
         if not (node.gpus or node.model_label):
             gpus = [(GpuKind(pool=node.pool, any_model=True), 0, None)]
         if len(set(gpus)) == 1:
@@ -304,14 +251,8 @@ def _sum(holding: Holding, limit: Limit) -> Held:
     return total
 
 
-def _types(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
+def types_of(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
     return frozenset((kind.model, memory, scaling) for kind, memory, scaling in gpus)
-
-
-def gpus_of(node: NodeState) -> list[CountedGpu]:
-    """The GPUs of a node by position. A node without GPUs counts as one GPU without a model."""
-    gpus = [(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes, gpu.scaling) for gpu in node.gpus]
-    return gpus or [(GpuKind("", node.model_label, node.pool), 0, None)]
 
 
 @lru_cache(maxsize=4096)

@@ -95,11 +95,11 @@ class _OnState(NamedTuple):
 class Shape:
     """One request under one policy. `offered` and `nodes` are sets of nodes: bit masks as in `gpumgr.cluster.core.profiles`."""
 
-    def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, cpu_per_core: int, *, keep: bool) -> None:
+    def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, *, keep: bool) -> None:
         """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
         self.request, self.policy = request, policy
         self._own: dict[Profile, Ranked | Misfit] | None = None if keep else {}
-        self._profiles, self._cpu_per_core = profiles, cpu_per_core
+        self._profiles, self._cpu_per_core = profiles, profiles.cpu_per_core
         self._gpu_request = request.without_cpu
         self._by_cpu = policy == "least-fragmentation" and request.node_policy is None
         self._alike = request.node_policy is None
@@ -129,7 +129,7 @@ class Shape:
         """The nodes that fit, the best one first. With `most` the search tries profiles in the order of their nodes' names, and ends after
         `enough` that fit. `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
         best = _Best(most)
-        if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and ClusterIndex ranks them
+        if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and Question ranks them
             apart = self._apart
             if self._share is not None:
                 self._in_rooms(self._share, offered & ~apart, best)

@@ -17,10 +17,10 @@ import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
-from gpumgr.cluster.core.index import NodeSet, placed_pod
+from gpumgr.cluster.core.index import placed_pod
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.cluster.scheduler.binding import (
     WRITE_SECONDS,
     BindingError,
@@ -46,7 +46,6 @@ _log = structlog.get_logger(__name__)
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
-_NO_NODES: Final = NodeSet(0)
 #: At most this many assumed pods are looked up at a time.
 _MAX_LOOKS: Final = 20
 #: A pod is looked up again after this time if the API server did not answer.
@@ -84,8 +83,7 @@ class Extender:
         self._index, self._quotas = watches.index, watches.quotas
         self._preemption = Preemption(watches, settings, clock=clock)
         self._leadership = leadership
-        self._kept = KeptRejections()
-        self._rejections = Rejections(watches, self._kept, clock=clock)
+        self._rejections = Rejections(watches, clock=clock)
         #: Pods with assumed GPUs, and some pods that had assumed GPUs. The pods are kept here because the watch may show a pod later
         #: than kube-scheduler does, or not at all.
         self._assumed: dict[str, _Assumed] = {}
@@ -107,15 +105,15 @@ class Extender:
         except UNREADABLE as error:
             return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
         await in_slices(self._index.settling())
-        offered = self._index.node_set(names) if pod.wants_gpu else _NO_NODES
+        offered, numbering = self._index.node_set(names) if pod.wants_gpu else 0, self._index.numbering
         if self.problem is None:
             await self._preemption.keep_nominated()
             if pod.wants_gpu and pod.refusal is None:
                 # This may take a second at thousands of nodes. No `await` follows before `filter`.
-                await in_slices(self._question(pod, offered).examine())
+                await in_slices(self._question(pod).examine(offered, self._settings.candidates))
         if not self.answers:
             return FilterResult(error=NOT_LEADING)
-        if self._index.node_set(offered).numbering != offered.numbering:  # the nodes were numbered again
+        if self._index.numbering != numbering:
             offered = self._index.node_set(names)
         result = self.filter(pod, names, offered)
         whole_nodes = args.node_names is None
@@ -124,7 +122,7 @@ class Extender:
             return FilterResult(nodes={"metadata": {}, "items": [items[name] for name in result.node_names]})
         return result
 
-    def filter(self, pod: WatchedPod, names: Sequence[str], offered: NodeSet) -> FilterResult:
+    def filter(self, pod: WatchedPod, names: Sequence[str], offered: int) -> FilterResult:
         """Returns the best nodes among `names` (`offered` is the set of the same nodes), or the reasons why no node fits.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
@@ -150,14 +148,15 @@ class Extender:
         self._forget(pod.uid)
         return self._choose(pod, names[0], offered)
 
-    def _choose(self, pod: WatchedPod, first: str, offered: NodeSet) -> FilterResult:
-        ranked = self._question(pod, offered).rank()
+    def _choose(self, pod: WatchedPod, first: str, offered: int) -> FilterResult:
+        question = self._question(pod)
+        ranked = question.rank(offered, self._settings.candidates)
         if isinstance(ranked, Rejection):
             with self._preemption.without_lower(pod.priority) as more:
-                ranked = self._question(pod, offered).rank() if more else ranked
+                ranked = question.rank(offered, self._settings.candidates) if more else ranked
         if isinstance(ranked, Rejection):
             self._preemption.restore(pod.uid)
-            self._rejections.add(pod, pod.policy or self._settings.policy, offered)
+            self._rejections.add(pod, question.policy, offered)
             if pod.nominated is not None:
                 # With an unresolvable failure kube-scheduler would end the nomination, or evict further pods.
                 return FilterResult(node_names=[], failed_nodes={first: ranked.text})
@@ -170,10 +169,8 @@ class Extender:
             self._preemption.restore(pod.uid)
         return FilterResult(node_names=[name for name, _ in ranked])
 
-    def _question(self, pod: WatchedPod, names: NodeSet) -> RankWithinQuota:
-        policy = pod.policy or self._settings.policy
-        most = self._settings.candidates
-        return RankWithinQuota(self._index, self._quotas, pod.namespace, pod.request, policy, names, most, self._kept)
+    def _question(self, pod: WatchedPod) -> Question:
+        return Question(self._index, pod.request, pod.policy or self._settings.policy, pod.namespace)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
@@ -201,10 +198,10 @@ class Extender:
             return []
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:
-            shape = self._index.shape(pod.request, pod.policy or self._settings.policy)
+            question = Question(self._index, pod.request, pod.policy or self._settings.policy)
             await in_slices(self._index.settling())
-            await in_slices(self._index.examine(shape, names, None, reasons=False))
-            ordered = self._index.order(shape, names)
+            await in_slices(question.examine(names, None, reasons=False))
+            ordered = question.order(names)
             count = len(ordered)
             scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
         return list(map(HostPriority, scores, scores.values()))
@@ -232,6 +229,7 @@ class Extender:
         """A daemon that looks up assumed pods. Without it an assumption never ends."""
         while True:
             await asyncio.sleep(1)
+            self._index.compact()
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:

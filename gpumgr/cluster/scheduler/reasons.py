@@ -10,9 +10,9 @@ from typing import Final
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain, memory_text
 from gpumgr.cluster.core.node import covers
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import RankWithinQuota
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedPod
@@ -46,9 +46,9 @@ class WaitingReasons:
         if (kind := known.get((request, policy))) is None:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
-            question = RankWithinQuota(self._index, self._quotas, pod.namespace, request, policy, list(self._rows.sums))
-            await in_slices(question.examine())
-            if isinstance(within := question.rank(), Rejection):
+            question, names = Question(self._index, request, policy, pod.namespace, keep=False), list(self._rows.sums)
+            await in_slices(question.examine(names))
+            if isinstance(within := question.rank(names), Rejection):
                 return "quota", within.text
         return kind, ""
 
@@ -60,9 +60,9 @@ class WaitingReasons:
         if not any(covers(each, request.in_total) for each in sums.values()):
             return "resources"
         # Results that the index keeps for the verbs are not displaced.
-        names, shape = list(sums), self._index.shape(request, policy, keep=False)
-        await in_slices(self._index.examine(shape, names, reasons=False))
-        return "elsewhere" if self._index.any_fits(shape, names) else "fragmentation"
+        names, question = list(sums), Question(self._index, request, policy, keep=False)
+        await in_slices(question.examine(names, reasons=False))
+        return "elsewhere" if question.fits(names) else "fragmentation"
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
         """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Refresh the rows first."""
@@ -86,8 +86,9 @@ class WaitingReasons:
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
-        denials = self._quotas.denials(pod.namespace, pod.request)
-        denied = {name: each.reason for each in denials if each.entire for name in each.nodes}
+        question = Question(self._index, pod.request, pod.policy or self._policy, pod.namespace)
+        denials = question.denials(self._index.node_set(self._rows.sums))
+        denied = {name: each.reason for each in denials if each.entire for name in self._index.names(each.nodes)}
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
         for number, (name, sums) in enumerate(self._rows.sums.items()):
             if number % _EXAMINED == 0:

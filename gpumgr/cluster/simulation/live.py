@@ -11,6 +11,7 @@ from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import NO_REQUEST, NamedShares, PlacedPod, PodRequest, Policy
 from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, short, shortage_text
 
@@ -107,8 +108,8 @@ class LiveCluster:
     def spots(self, pod: LivePod, most: int = 1) -> list[Spot]:
         """The best places for the pod, as kube-scheduler and the extender choose them."""
         names = self.names(pod)
-        shape = self.index.shape(pod.request, pod.policy or self.policy)
-        found = (self.on(pod, name) for name in self.index.order(shape, names))
+        question = Question(self.index, pod.request, pod.policy or self.policy)
+        found = (self.on(pod, name) for name in question.order(names))
         return list(islice((spot for spot in found if isinstance(spot, Spot)), most))
 
     def on(self, pod: LivePod, name: str) -> Spot | str:

@@ -14,8 +14,9 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.index import ClusterIndex, NodeSet
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest, Policy
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
 from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
@@ -259,18 +260,17 @@ def state_of(spec: NodeSpec) -> NodeState:
 class _Offered:
     """The nodes with enough CPU and RAM for a request. `bits`: position -> the set of only that node."""
 
-    def __init__(self, cluster: Cluster, bits: Sequence[NodeSet], cpu_milli: int, ram_mebibytes: int) -> None:
+    def __init__(self, cluster: Cluster, bits: Sequence[int], cpu_milli: int, ram_mebibytes: int) -> None:
         self._cluster, self._bits, self._cpu_milli, self._ram_mebibytes = cluster, bits, cpu_milli, ram_mebibytes
-        there = (bits[position].nodes for position in range(len(bits)) if self._has_room(position))
-        self._nodes = replace(bits[0], nodes=reduce(or_, there, 0))
+        self._nodes = reduce(or_, (bit for position, bit in enumerate(bits) if self._has_room(position)), 0)
         self._seen = len(cluster.changes)
 
-    def nodes(self) -> NodeSet:
-        changes, nodes = self._cluster.changes, self._nodes.nodes
+    def nodes(self) -> int:
+        changes = self._cluster.changes
         for position in dict.fromkeys(changes[self._seen :]):
-            bit = self._bits[position].nodes
-            nodes = nodes | bit if self._has_room(position) else nodes & ~bit
-        self._seen, self._nodes = len(changes), replace(self._nodes, nodes=nodes)
+            bit = self._bits[position]
+            self._nodes = self._nodes | bit if self._has_room(position) else self._nodes & ~bit
+        self._seen = len(changes)
         return self._nodes
 
     def _has_room(self, position: int) -> bool:
@@ -289,12 +289,12 @@ class CorePolicy:
             self._index.set_node(state_of(node.spec))
         bits = [self._index.node_set([node.spec.name]) for node in cluster.nodes]
         self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, bits, cpu_milli, ram_mebibytes))
-        self._questions = lru_cache(MAX_SHAPES)(lambda request: self._index.shape(request, policy))
+        self._questions = lru_cache(MAX_SHAPES)(lambda request: Question(self._index, request, policy))
 
     def find(self, shape: Shape) -> Placement | None:
         nodes = self._offered(shape.cpu_milli, shape.ram_mebibytes).nodes()
         request = request_of(shape)
-        found = self._index.best(self._questions(request), nodes)
+        found = self._questions(request).best(nodes)
         if not found:
             return None
         _, name, choice = found[0]

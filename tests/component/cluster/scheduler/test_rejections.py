@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.cluster.core.index import ClusterIndex, Names, NodeSet
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Largest, Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.request import PodRequest
-from gpumgr.cluster.core.shape import Shape
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 from gpumgr.common import aio
@@ -171,10 +171,11 @@ async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full
     await end(full, "third")
 
     async def remove() -> None:
-        before = full.index.node_set(["x"]).numbering
+        before = full.index.numbering
         for name in removed:
             full.index.remove_node(name)
-        assert full.index.node_set(["x"]).numbering != before
+        full.index.compact()
+        assert full.index.numbering != before
 
     removing = asyncio.create_task(remove())  # it runs at the first pause of the look
     looks = [await fitting(full), await fitting(full)]
@@ -186,16 +187,16 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
     full: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 10,000 waiting pods of as many requests, a look at each of them would take seconds."""
-    examined, any_fits = list[PodRequest](), ClusterIndex.any_fits
-    looked_up, node_set = list[Names](), ClusterIndex.node_set
+    examined, fits = list[PodRequest](), Question.fits
+    looked_up, on = list[int](), Largest.on
 
-    def counted(index: ClusterIndex, asked: Shape, names: Names) -> bool:
-        examined.append(asked.request)
-        return any_fits(index, asked, names)
+    def counted(question: Question, nodes: int) -> bool:
+        examined.append(question.request)
+        return fits(question, nodes)
 
-    def counted_set(index: ClusterIndex, names: Names) -> NodeSet:
-        looked_up.append(names)
-        return node_set(index, names)
+    def counted_nodes(index: ClusterIndex, nodes: int) -> Largest:
+        looked_up.append(nodes)
+        return on(index, nodes)
 
     for number in range(30):
         item = pod(f"large-{number}", ("app", 30 + number, 65) if number % 2 else ("app", 200, number))
@@ -205,8 +206,8 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
     full.clock.now = 10
     assert await fitting(full) is None
     await end(full, "first")
-    monkeypatch.setattr(ClusterIndex, "any_fits", counted)
-    monkeypatch.setattr(ClusterIndex, "node_set", counted_set)
+    monkeypatch.setattr(Question, "fits", counted)
+    monkeypatch.setattr(Largest, "on", counted_nodes)
     assert await fitting(full) == "small"
     assert len(examined) == 1
     assert len(looked_up) < 10, "the nodes that they were offered are looked at once for all of them"

@@ -4,8 +4,8 @@ import pytest
 
 from gpumgr.cluster.claims.gates import Demand, decide, kinds_for
 from gpumgr.cluster.claims.objects import UnboundPod
-from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import GpuKind, Limit, NamespaceQuota, Quotas
+from gpumgr.cluster.core.node import GpuKind, NodeState
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.placement.evaluators.replicas import ReplicaRequest
 

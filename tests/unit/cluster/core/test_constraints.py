@@ -9,6 +9,7 @@ from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
@@ -138,7 +139,7 @@ def test_the_text_stays_within_its_limit() -> None:
     assert len(constraints.text) == 65
     index = ClusterIndex()
     index.set_node(MIXED)
-    rejected = expect(Rejection, index.rank(index.shape(PodRequest(share(60, 1).containers, constraints), "binpack"), ["a"]))
+    rejected = expect(Rejection, Question(index, PodRequest(share(60, 1).containers, constraints), "binpack").rank(["a"]))
     assert len(rejected.text) <= MAX_CHARACTERS
 
 
@@ -148,7 +149,7 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
         index.set_node(node_state(name, 2, models=(model, model), numa=(0, numa)))
 
     def best(wanted: PodRequest, **constraints: Any) -> str:
-        ranked = fits(index.rank(index.shape(constrained(wanted, **constraints), "binpack"), "abcd"))
+        ranked = fits(Question(index, constrained(wanted, **constraints), "binpack").rank("abcd"))
         return ranked[0][0]
 
     assert best(share(10, 1), use_models=("A100",)) == "b"
@@ -167,9 +168,9 @@ def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
     for text in ("GPU", " ", "\x00", ",", *stand_ins):
         use, avoid = ({key: f"GPU-x,{text}"} for key in (USE_UUIDS[1], AVOID_UUIDS[1]))
         assert isinstance(
-            index.rank(index.shape(replace(share(10, 1), constraints=constraints_of(use)), "binpack"), ("a",)), Rejection
+            Question(index, replace(share(10, 1), constraints=constraints_of(use)), "binpack").rank(("a",)), Rejection
         )
-        assert index.order(index.shape(replace(share(10, 1), constraints=constraints_of(avoid)), "binpack"), ("a",)) == ["a"]
+        assert Question(index, replace(share(10, 1), constraints=constraints_of(avoid)), "binpack").order(("a",)) == ["a"]
 
 
 def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
@@ -57,7 +58,7 @@ def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy)
         index.set_node(node)
     answers: list[str] = []
     for number, wanted in enumerate(pods):
-        ranked = index.rank(index.shape(wanted, policy), [node.name for node in nodes])
+        ranked = Question(index, wanted, policy).rank([node.name for node in nodes])
         if isinstance(ranked, Rejection):
             return [*answers, ranked.text]
         ((name, choice),) = ranked

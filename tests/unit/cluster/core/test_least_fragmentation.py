@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.common.units import Amounts
 from tests.cluster_states import fits, node_state, request, share
@@ -33,7 +34,7 @@ def put(index: ClusterIndex, name: str, gpu: int, cores: int, blocks: int) -> No
 
 
 def best(index: ClusterIndex, wanted: PodRequest) -> str:
-    ranked = fits(index.rank(index.shape(wanted, "least-fragmentation"), ["a", "b"]))
+    ranked = fits(Question(index, wanted, "least-fragmentation").rank(["a", "b"]))
     return ranked[0][0]
 
 
@@ -90,7 +91,7 @@ def test_cores_without_memory_are_stranded() -> None:
 def test_a_node_without_enough_cpu_is_the_last() -> None:
     """kube-scheduler may know of CPU that has become free before the index does."""
     index = filled(gpu_node("a", 2, 4), gpu_node("b", 8, 8))
-    assert index.order(index.shape(with_cpus(WHOLE, 6), "least-fragmentation"), ["a", "b"]) == ["b", "a"]
+    assert Question(index, with_cpus(WHOLE, 6), "least-fragmentation").order(["a", "b"]) == ["b", "a"]
 
 
 def test_without_cpu_of_the_node_only_the_gpus_count() -> None:

@@ -9,6 +9,7 @@ from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares, used_on
 from gpumgr.cluster.core.node import NodeState, Used, summarize
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import NOTHING, PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
@@ -140,7 +141,7 @@ def test_a_place_is_free_again_when_its_pod_ends() -> None:
     index.set_node(ONE)
 
     def place(uid: str, wanted: PodRequest) -> int:
-        ranked = index.rank(index.shape(wanted, "binpack"), ["m"])
+        ranked = Question(index, wanted, "binpack").rank(["m"])
         if isinstance(ranked, Rejection):
             return 0
         shares = named_shares(ONE, ranked[0][1])
@@ -215,7 +216,7 @@ def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) 
     index = ClusterIndex()
     index.set_node(TWO)
     for number, (wanted, ending) in enumerate(steps):
-        ranked = index.rank(index.shape(wanted, "binpack"), ["m"])
+        ranked = Question(index, wanted, "binpack").rank(["m"])
         if not isinstance(ranked, Rejection):
             pod = PlacedPod(uid=f"p{number}", node="m", request=wanted, shares=named_shares(TWO, ranked[0][1]))
             assert index.fits(pod)

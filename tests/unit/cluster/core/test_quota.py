@@ -7,14 +7,14 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.core import shape, within_quota
+from gpumgr.cluster.core import question, shape
 from gpumgr.cluster.core.choose import NodeChoice, choose
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import Naming, NodeState
+from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.within_quota import KeptRejections, RankWithinQuota
 from gpumgr.common.units import Amounts
 from gpumgr.placement.evaluators.capacity import ContainerKind
 from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, node_state, request, share
@@ -41,7 +41,7 @@ NAMES = [node.name for node in NODES]
 class Cluster:
     def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
         self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
-        self.index, self.kept = ClusterIndex(self.quotas), KeptRejections()
+        self.index = ClusterIndex(self.quotas)
         for node in nodes:
             self.index.set_node(node)
 
@@ -51,7 +51,7 @@ class Cluster:
 
     def rank(self, wanted: PodRequest, namespace: str = "team", most: int = 9) -> list[str] | str:
         names = [name for name in [*NAMES, "mixed"] if self.index.node(name) is not None]
-        found = RankWithinQuota(self.index, self.quotas, namespace, wanted, "binpack", names, most, self.kept).rank()
+        found = Question(self.index, wanted, "binpack", namespace).rank(names, most)
         return found.text if isinstance(found, Rejection) else sorted(name for name, _ in found)
 
 
@@ -168,7 +168,7 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
 ) -> None:
     mixed = labelled("mixed", len(models), *models)
     cluster = Cluster(limit, nodes=(mixed,))
-    found = RankWithinQuota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["mixed"]).rank()
+    found = Question(cluster.index, wanted, "binpack", "team").rank(["mixed"])
     if gpus is None:
         assert isinstance(found, Rejection)
         assert found.text.startswith("for the quota of 1 node: namespace team uses 0")
@@ -199,9 +199,7 @@ def test_nodes_that_differ_only_by_name_are_examined_once(examined: list[NodeSta
     nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
     cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
     names = [node.name for node in nodes]
-    found = expect(
-        Rejection, RankWithinQuota(cluster.index, cluster.quotas, "team", request(("app", 200, 0)), "binpack", names).rank()
-    )
+    found = expect(Rejection, Question(cluster.index, request(("app", 200, 0)), "binpack", "team").rank(names))
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
     assert len(examined) <= 2, "once without the denied GPUs"
 
@@ -216,11 +214,11 @@ def test_one_node_of_many_has_room_on_the_gpu_that_the_quota_allows(policy: Poli
     for number in range(100):
         shares = (((f"GPU-mixed-{0 if number == 70 else 1}", Amounts(60 + number % 30, 256)),),)
         cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(60, 1), shares=shares))
-    asked = cluster.index, cluster.quotas, "team", wanted, policy, names
-    ((name, choice),) = fits(RankWithinQuota(*asked).rank())
+    asked = Question(cluster.index, wanted, policy, "team")
+    ((name, choice),) = fits(asked.rank(names))
     assert (name, set(choice.taken)) == ("n70", {1})
     cluster.index.remove_node("n70")
-    found = expect(Rejection, RankWithinQuota(*asked).rank())
+    found = expect(Rejection, asked.rank(names))
     assert found.text.startswith("for the quota of 99 nodes: namespace team uses 0 of 0 cores on A100; ")
 
 
@@ -238,19 +236,18 @@ class Different:
                 uid = f"{name}-{gpu}"
                 self.cluster.index.bind(PlacedPod(uid=uid, node=name, request=share(cores, 1), shares=shares, namespace="free"))
 
-    @property
-    def asked(self) -> tuple[ClusterIndex, Quotas, str, PodRequest, Policy, list[str], int, KeptRejections]:
-        return self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names, 1, self.cluster.kept
+    def question(self, *, keep: bool = True) -> Question:
+        return Question(self.cluster.index, self.WANTED, "binpack", "team", keep=keep)
 
 
 def test_what_a_quota_denies_is_found_in_steps_of_one_choice(examined: list[NodeState]) -> None:
     stage = Different()
-    before, steps = 0, RankWithinQuota(*stage.asked).examine()
+    before, steps = 0, stage.question().examine(stage.names)
     for _ in steps:
         assert len(examined) - before <= 1
         before = len(examined)
     assert before >= 60
-    assert isinstance(RankWithinQuota(*stage.asked).rank(), Rejection)
+    assert isinstance(stage.question().rank(stage.names), Rejection)
     assert len(examined) == before
     # A change of one node or of the quota's use leads to the same answer as nothing kept.
     index = stage.cluster.index
@@ -262,11 +259,11 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(examined: list[Node
     ):
         change()
         before = len(examined)
-        found = expect(Rejection, RankWithinQuota(*stage.asked).rank())
+        found = expect(Rejection, stage.question().rank(stage.names))
         assert len(examined) - before <= 1
-        assert found == RankWithinQuota(*stage.asked[:-1]).rank()
+        assert found == stage.question(keep=False).rank(stage.names)
     stage.cluster.index.set_node(replace(labelled("mixed", 3, "H100", "V100"), name="n7"))
-    assert [name for name, _ in fits(RankWithinQuota(*stage.asked).rank())] == ["n7"]
+    assert [name for name, _ in fits(stage.question().rank(stage.names))] == ["n7"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +283,7 @@ def test_bind_and_preemption_choose_on_a_node_if_filter_does(
     cluster = Cluster(limit, nodes=(replace(node, gpus=(first, *node.gpus[1:])),))
     state = expect(NodeState, cluster.index.node("m"))
     choice = cluster.quotas.choose("team", state, cluster.index.used("m"), wanted, "binpack")
-    ranked = RankWithinQuota(cluster.index, cluster.quotas, "team", wanted, "binpack", ["m"]).rank()
+    ranked = Question(cluster.index, wanted, "binpack", "team").rank(["m"])
     if gpus is None:
         assert expect(Rejection, choice).text in expect(Rejection, ranked).text
     else:
@@ -304,18 +301,18 @@ class TwoModels:
         nodes = *(labelled(f"n{number}", 4, *both) for number in range(4)), labelled("a0", 4, "A100"), labelled("v0", 4, "V100")
         self.cluster, self.names = Cluster(*limits, nodes=nodes), [node.name for node in nodes]
 
-    def question(self, kept: KeptRejections | None) -> RankWithinQuota:
-        return RankWithinQuota(self.cluster.index, self.cluster.quotas, "team", self.WANTED, "binpack", self.names, 1, kept)
+    def question(self, *, keep: bool = True) -> Question:
+        return Question(self.cluster.index, self.WANTED, "binpack", "team", keep=keep)
 
 
 def test_a_node_that_was_allowed_is_denied_once_the_namespace_holds_more() -> None:
     """Its own pods and GPUs have not changed. The reasons have the figures of now."""
     stage = TwoModels()
     for node, cores in (("n3", 50), ("v0", 40), ("a0", 60)):
-        assert not isinstance(stage.question(stage.cluster.kept).rank(), Rejection) or node == "a0"
+        assert not isinstance(stage.question().rank(stage.names), Rejection) or node == "a0"
         stage.cluster.hold(node, share(cores, 4))
-    found = stage.question(stage.cluster.kept).rank()
-    assert found == stage.question(None).rank()
+    found = stage.question().rank(stage.names)
+    assert found == stage.question(keep=False).rank(stage.names)
     assert isinstance(found, Rejection)
     assert "uses 110 of 100 cores on A100" in found.text
 
@@ -329,7 +326,7 @@ def test_a_node_that_only_its_pods_show_is_examined(by: str) -> None:
     else:
         stage.cluster.index.use_cpu("uid", "unseen", 1000)
     stage.names.append("unseen")
-    found = expect(Rejection, RankWithinQuota(*stage.asked).rank())
+    found = expect(Rejection, stage.question().rank(stage.names))
     assert found.text.startswith("for the quota of 60 nodes: ")
     assert found.text.endswith("; the other node has no GPUs that gpumgr can use")
 
@@ -364,13 +361,13 @@ def test_an_empty_model_label_in_a_limit_is_no_wildcard() -> None:
 
 
 def test_what_is_known_of_nodes_does_not_grow_with_their_changes() -> None:
-    quotas = Quotas()
-    index = ClusterIndex(quotas)
+    index = ClusterIndex()
     for number in range(50):
         index.set_node(labelled("a", 2, f"model-{number}"))
         index.set_node(labelled(f"b-{number}", 2, f"model-{number}"))
+        index.settle()
         index.remove_node(f"b-{number}")
-    assert list(quotas._names.values()) == [{"a"}]
+    assert list(index.profiles.by_counted.values()) == [index.node_set(["a"])]
 
 
 class Text(str):
@@ -389,20 +386,18 @@ def test_a_rejection_that_is_kept_has_none_of_the_pods_texts(field: str, wanted:
     reference = weakref.ref(text)
     names = [name for name in NAMES if namespace == "team" or field.startswith("use")] or ["nowhere"]
     asked = constrained(wanted, **{field: (text,)})
-    expect(Rejection, RankWithinQuota(cluster.index, cluster.quotas, namespace, asked, "binpack", names, 1, cluster.kept).rank())
-    assert len(cluster.kept) == 1
+    expect(Rejection, Question(cluster.index, asked, "binpack", namespace).rank(names))
+    assert len(cluster.index.rejections) == 1
     del text, asked
     assert reference() is None
 
 
-def test_the_answers_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(within_quota, "_MAX_REJECTIONS", 2)
+def test_kept_rejections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(question, "_MAX_REJECTIONS", 2)
     cluster = Cluster(Limit(cores=1))
-    kept = [cluster.rank(share(cores, 4)) for cores in (10, 20)]
-    first, _ = cluster.kept
-    assert [cluster.rank(share(10, 4)), cluster.rank(share(30, 4))][0] == kept[0]
-    assert first in cluster.kept
-    assert len(cluster.kept) == 2
+    for cores in (10, 20, 30, 40, 50):
+        cluster.rank(share(cores, 4))
+        assert 1 <= len(cluster.index.rejections) <= 2
 
 
 def test_requests_have_one_digest_if_they_differ_by_cpu_only() -> None:
@@ -437,37 +432,34 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
 
     def asked() -> Rejection:
         again = replace(wanted, cpu_milli=500)
-        return expect(
-            Rejection, RankWithinQuota(cluster.index, cluster.quotas, "team", again, policy, NAMES, 1, cluster.kept).rank()
-        )
+        return expect(Rejection, Question(cluster.index, again, policy, "team").rank(NAMES))
 
     before = asked()
-    cluster.index.take_changed()
+    version = cluster.index.version
     cluster.index.use_cpu("c1", "a", 8000)
     cluster.index.use_cpu("c2", "b", 1000)
     cluster.index.use_cpu("c1", "v", 500)
     cluster.index.free_cpu("c2")
     assert asked() is before
-    assert not len(cluster.index.take_changed())
-    cluster.kept.clear()
+    assert not cluster.index.changed_since(version)
+    cluster.index.rejections.clear()
     assert asked() == before
     if limit.cores:
         for gpu in range(4):
             cluster.index.remove(f"v-{gpu}")
-        assert cluster.index.names(cluster.index.take_changed()) == ["v"]
+        assert cluster.index.names(cluster.index.changed_since(version)) == ["v"]
         assert cluster.rank(wanted) == ["v"]
 
 
 def test_a_node_that_comes_and_goes_with_a_pod_without_gpus_is_a_change() -> None:
     index = Cluster().index
-    index.take_changed()
     versions = [index.version]
     index.use_cpu("c", "new", 100)
     versions.append(index.version)
-    assert index.names(index.take_changed()) == ["new"]
+    assert index.names(index.changed_since(versions[-2])) == ["new"]
     index.free_cpu("c")
     versions.append(index.version)
-    assert index.names(index.take_changed()) == ["new"]
+    assert index.names(index.changed_since(versions[-2])) == ["new"]
     assert len(set(versions)) == 3
 
 

@@ -1,0 +1,210 @@
+"""A question to the index: which nodes fit a request, which of them are the best, and why none fits."""
+
+from collections.abc import Hashable, Iterable, Iterator
+from functools import reduce
+from itertools import chain
+from operator import or_
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
+from gpumgr.cluster.core.index import ClusterIndex, Names
+from gpumgr.cluster.core.node import covers
+from gpumgr.cluster.core.profiles import Rank
+from gpumgr.cluster.core.quota import types_of
+from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
+from gpumgr.cluster.core.shape import Found, Rejection, Shape
+from gpumgr.common.units import Amounts
+from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
+
+#: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
+_MAX_REJECTIONS: Final = 12_000
+
+
+class Denial(NamedTuple):
+    """What a quota denies a pod on these nodes. `types`: the types of GPUs on which the pod would exceed the quota; `entire`: the nodes
+    have no others."""
+
+    nodes: int
+    types: frozenset[GpuType]
+    entire: bool
+    reason: str
+
+
+class Question:
+    """`names` is what kube-scheduler offers. `namespace`: what its quota denies does not fit; None: no quota counts. Without `keep`, the
+    results do not displace results that are kept for kube-scheduler's calls.
+
+    A choice takes up to a millisecond for each profile (see `gpumgr.cluster.core.profiles`). `examine` does this slow part of the other
+    methods in steps; afterwards they take a few milliseconds."""
+
+    def __init__(
+        self, index: ClusterIndex, request: PodRequest, policy: Policy, namespace: str | None = None, *, keep: bool = True
+    ) -> None:
+        self.request, self.policy = request, policy
+        self._index, self._keep = index, keep
+        self._namespace = namespace if namespace in index.quotas.limits else None
+        #: By the types of GPUs that the quota denies.
+        self._shapes: dict[frozenset[GpuType], Shape] = {}
+
+    def examine(self, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
+        """Prepares `rank` (with `most` None: `order`; without `reasons`: `fits`). Each step takes less than a millisecond."""
+        nodes = self._index.node_set(names)
+        if self._known(nodes) is None:
+            for shape, part in self._parts(nodes):
+                yield from shape.examine(self._named(part)[1], most, reasons=reasons)
+                yield
+
+    def rank(self, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
+        """The best nodes, the best one first, at most `most` of them."""
+        nodes = self._index.node_set(names)
+        if (known := self._known(nodes)) is not None:
+            return known
+        if found := self.best(nodes, most):
+            return [each[1:] for each in found]
+        rejection, kept = self._rejection(nodes), self._index.rejections
+        if self._keep:
+            if len(kept) >= _MAX_REJECTIONS:
+                kept.clear()
+            kept[self._key] = self._state(nodes), rejection
+        return rejection
+
+    def best(self, names: Names, most: int = 1) -> list[tuple[Rank, str, NodeChoice]]:
+        """The nodes of `rank` with their ranks; empty if no node fits."""
+        found = self._fitting(names, most)
+        made = (
+            (rank, name, self._choice_on(name, shape) if room is None else shape.in_room(room, name))
+            for (rank, name, room), shape in found
+        )
+        return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
+
+    def order(self, names: Names, most: int | None = None) -> list[str]:
+        """The names of `best`; without `most` all that fit."""
+        return [name for (_, name, _), _ in self._fitting(names, most)]
+
+    def fits(self, names: Names) -> bool:
+        """Whether one of these nodes fits. The search ends at the first one."""
+        return bool(self._fitting(names, 1, enough=1))
+
+    def denials(self, nodes: int) -> list[Denial]:
+        """What the quota denies, for each group of nodes with the same GPUs."""
+        if self._namespace is None:
+            return []
+        groups = [(gpus, nodes & there) for gpus, there in self._index.profiles.by_counted.items() if nodes & there]
+        denied = self._index.quotas.denied(self._namespace, chain.from_iterable(gpus for gpus, _ in groups), self.request)
+        return [
+            Denial(there, types_of(gpus & denied.keys()), gpus <= denied.keys(), min(denied[gpu] for gpu in gpus & denied.keys()))
+            for gpus, there in groups
+            if gpus & denied.keys()
+        ]
+
+    # -- inside ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> Hashable:
+        return self._namespace, self.request.gpu_digest, self.policy
+
+    def _state(self, nodes: int) -> Hashable:
+        """All that an answer about these nodes depends on, besides `_key`. A change of what a namespace holds also changes the version of
+        the index."""
+        limits = self._index.quotas.limits.get(self._namespace) if self._namespace is not None else None
+        return self._index.version, self._index.numbering, limits, nodes
+
+    def _known(self, nodes: int) -> Rejection | None:
+        """The kept rejection, if nothing has changed on which it depends."""
+        state, rejection = self._index.rejections.get(self._key, (None, None)) if self._keep else (None, None)
+        return rejection if state == self._state(nodes) else None
+
+    def _parts(self, nodes: int) -> list[tuple[Shape, int]]:
+        """The nodes on which the quota may allow a choice, grouped by the shape for them."""
+        denials = self.denials(nodes)
+        left = nodes & ~reduce(or_, (each.nodes for each in denials), 0)
+        parts = {frozenset[GpuType](): left}
+        for each in denials:
+            if not each.entire:
+                parts[each.types] = parts.get(each.types, 0) | each.nodes
+        return [(self._shape(types), part) for types, part in parts.items() if part]
+
+    def _shape(self, denied: frozenset[GpuType]) -> Shape:
+        if denied not in self._shapes:
+            request = replace(self.request, denied=denied) if denied else self.request
+            self._shapes[denied] = Shape(request, self.policy, self._index.profiles, keep=self._keep)
+        return self._shapes[denied]
+
+    def _fitting(self, names: Names, most: int | None, enough: int | None = None) -> list[tuple[Found, Shape]]:
+        found = list[tuple[Found, Shape]]()
+        for shape, part in self._parts(self._index.node_set(names)):
+            named, others = self._named(part)
+            choices = [(name, self._choice_on(name, shape)) for name in named]
+            fits = [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
+            found += [(each, shape) for each in (*shape.fitting(others, most, enough=enough), *fits)]
+        return sorted(found, key=lambda each: each[0][:2])[:most]
+
+    def _named(self, nodes: int) -> tuple[list[str], int]:
+        """The names of the nodes that have GPUs which the request names, and the set of the other nodes that are known."""
+        profiles = self._index.profiles
+        nodes &= profiles.all
+        if self.request.constraints == UNCONSTRAINED:
+            return [], nodes
+        there = nodes & profiles.nodes_of(frozenset(self._index.with_gpus(self.request.constraints.uuids)))
+        return sorted(profiles.names_of(there)), nodes & ~there
+
+    def _choice_on(self, name: str, shape: Shape) -> NodeChoice | Misfit:
+        node = self._index.node(name)
+        return choose(node, self._index.used(name), shape.request, self.policy) if node is not None else Misfit(container=None)
+
+    def _rejection(self, nodes: int) -> Rejection:
+        """The quota is the reason for all nodes on which it denies GPUs. The caller has checked that no node fits."""
+        denials = self.denials(nodes)
+        by_quota = reduce(or_, (each.nodes for each in denials), 0)
+        count, others = by_quota.bit_count(), (nodes & ~by_quota).bit_count()
+        text = self._reasons(nodes & ~by_quota) if others else ""
+        if not denials:
+            return Rejection(text)
+        rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
+        reasons = "; ".join(sorted({each.reason for each in denials}))
+        whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
+        return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
+
+    def _reasons(self, nodes: int) -> str:
+        shape, unknown = self._shape(frozenset()), nodes & ~self._index.profiles.all
+        named, others = self._named(nodes)
+        closest = [*shape.misfits(others), *((1, name, None) for name in named)]
+        if unknown:
+            closest.append((unknown.bit_count(), min(self._index.names(unknown)), None))
+        misfits = ((count, name, misfit or self._choice_on(name, shape)) for count, name, misfit in closest)
+        return explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit))
+
+
+class Largest(NamedTuple):
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs; a GPU is left out if another one has as much of
+    both cores and memory."""
+
+    idle_gpus: int
+    free: tuple[Amounts, ...]
+
+    @classmethod
+    def on(cls, index: ClusterIndex, nodes: int) -> "Largest":
+        profiles = index.profiles
+        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
+        idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
+        return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
+
+    def may_fit(self, request: PodRequest) -> bool:
+        """Whether each container of the pod would fit on some node if it were alone. HAMi's resources are not examined: True."""
+        return all(
+            each.replica is not None
+            or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
+            for each in request.containers
+        )
+
+
+def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
+    """The amounts that no other covers."""
+    best: list[Amounts] = []
+    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
+        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
+            best.append(each)
+    return tuple(best)
