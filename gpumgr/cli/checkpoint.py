@@ -19,8 +19,6 @@ from gpumgr.common.units import count_text
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 
-#: The smallest width of a terminal, in characters, at which the reason is shown.
-WIDE = 140
 _EXIT_CODES: Final = {
     0: "done, also if the folder has no checkpoint yet",
     1: "the checkpoint can't be read, or its folder does not exist",
@@ -62,7 +60,7 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
     elif loaded.lost:
         click.echo(loaded.why)
     else:
-        show_table(lambda width: _table(loaded.ledger, wide=width >= WIDE))
+        show_table(_table(loaded.ledger))
 
 
 def document(ledger: Ledger) -> dict[str, Any]:
@@ -96,18 +94,17 @@ def _allocation(ledger: Ledger, a: Allocation) -> dict[str, Any]:
     }
 
 
-def _table(ledger: Ledger, *, wide: bool) -> Table:
-    """`wide`: with the reason of each allocation."""
+def _table(ledger: Ledger) -> Table:
     allocations, gpus = len(ledger.allocations), len(ledger.gpu_registry.gpus)
     title = f"{count_text(allocations, 'allocation')} on {count_text(gpus, 'GPU')}"
     names = [(heading, False) for heading in ("Allocation", "Pod", "Container", "GPUs")]
-    table = open_table(*names, ("Cores", True), ("MiB", True), ("Since (UTC)", True), *([("Why", False)] if wide else []))
+    table = open_table(*names, ("Cores", True), ("MiB", True), ("Since (UTC)", True), ("Why", False))
     table.title = title
     for a in _oldest_first(ledger):
         since = datetime.fromtimestamp(a.granted_at, UTC).strftime("%m-%d %H:%M:%S")
         pod = "/".join(a.pod) if a.pod else a.uid or "?"
-        cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.cores), str(a.memory_mebibytes), since]
-        table.add_row(*(Text(printable(cell)) for cell in (*cells, *([a.why] if wide else []))))
+        cells = [a.id, pod, a.container or "?", ", ".join(a.gpus), str(a.cores), str(a.memory_mebibytes), since, a.why]
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 

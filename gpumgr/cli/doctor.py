@@ -190,7 +190,7 @@ def report(examination: Coroutine[Any, Any, Report], *, as_json: bool) -> NoRetu
             for name, finding in sorted(done.findings.items(), key=lambda found: found[1].state == "error"):
                 text = "; ".join(filter(None, (finding.message, finding.remedy)))
                 table.add_row(Text(finding.state, style=_COLORS[finding.state]), Text(name), Text(text))
-            show(lambda _width: table)
+            show(table)
         if done.hung:
             sys.stdout.flush()
             os._exit(done.exit_code)  # the runner would wait for threads that hang

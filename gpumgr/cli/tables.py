@@ -1,7 +1,6 @@
 """The tables of all commands: without ruled lines, in colours on a terminal, and as plain text elsewhere."""
 
 import sys
-from collections.abc import Callable
 from typing import Final
 
 import click
@@ -30,10 +29,9 @@ def plain_text(content: RenderableType, *, width: int = UNBOUNDED) -> str:
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
-def show(content: Callable[[int], RenderableType]) -> None:
-    """Prints `content(width)` in the width of the terminal, or without a terminal as plain text, one line for each row."""
+def show(content: RenderableType) -> None:
+    """Prints the content in the width of the terminal, or without a terminal as plain text, one line for each row."""
     if sys.stdout.isatty():
-        console = Console(width=max(Console().width, MIN_WIDTH), highlight=False)
-        console.print(content(console.width))
+        Console(width=max(Console().width, MIN_WIDTH), highlight=False).print(content)
     else:
-        click.echo(plain_text(content(UNBOUNDED)))
+        click.echo(plain_text(content))

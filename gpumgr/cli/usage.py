@@ -29,16 +29,11 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
 POLL_SECONDS: Final = 0.5
-#: Columns with values only for containers of the limiter, which gives containers turns on a GPU.
-_TURN_COLUMNS: Final = ("HELD", "WAITED")
-#: The smallest width, in characters, at which the container's name and its mechanisms have their own columns.
-WIDE: Final = 120
-_NUMBERS: Final = ("CORES", *_TURN_COLUMNS, "BUSY", "MEMORY", "USED", "PROCS")
 #: Words that are removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
-def usage_tables(state: NodeState, width: int) -> RenderableType:
+def usage_tables(state: NodeState) -> RenderableType:
     """Title, GPUs, notes about them, containers."""
     gpus = gpus_of(state.gpus)
     containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
@@ -46,7 +41,7 @@ def usage_tables(state: NodeState, width: int) -> RenderableType:
     parts.append(_gpu_table(state.gpus, gpus))
     notes = [Text(note, style="yellow") for note in _notes(state, gpus)]
     parts += [Text(), *notes] if notes else []
-    parts += [Text(), _container_table(containers, gpus, wide=width >= WIDE) if containers else Text("no containers to show")]
+    parts += [Text(), _container_table(containers, gpus) if containers else Text("no containers to show")]
     return Group(*parts)
 
 
@@ -114,21 +109,12 @@ def _model(model: str | None) -> str:
 # -- containers --------------------------------------------------------------------------------------------------------------
 
 
-def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: bool) -> Table:
-    """A narrow table shows pod and container in one column, and limits and mechanisms in one column. If the limiter limits one of the
-    containers, a narrow table shows the cores only in HELD, and WAITED in place of PROCS."""
-    names = [("POD", False), ("CONTAINER", False)] if wide else [("POD (CONTAINER)", False)]
-    ends = [("KEPT BY", False), ("LIMITS", False)] if wide else [("LIMITS", False)]
+def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels) -> Table:
+    """If the limiter, which gives containers turns on a GPU, limits one of them: HELD in place of CORES, and WAITED in place of PROCS."""
     turns = any(row.held_ratio is not None for row in rows)
-    numbers = [name for name in _NUMBERS if turns or name not in _TURN_COLUMNS]
-    if turns and not wide:
-        numbers = [name for name in numbers if name not in ("CORES", "PROCS")]
-    table = open_table(*names, ("GPU", True), *((name, True) for name in numbers), *ends)
+    numbers = ("HELD", "WAITED", "BUSY", "MEMORY", "USED") if turns else ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
+    table = open_table(("POD (CONTAINER)", False), ("GPU", True), *((name, True) for name in numbers), ("LIMITS", False))
     for row in rows:
-        container = f"{row.container or '?'}{', init' if row.init else ''}"
-        names_cells = [row.pod_name, container] if wide else [f"{row.pod_name} ({container})"]
-        mechanisms, limits = ", ".join(limiting(row.mechanisms)), limits_status(row)
-        ends_cells = [mechanisms or "-", limits] if wide else [f"{limits}, {mechanisms}" if mechanisms else limits]
         cells = {
             "CORES": str(row.cores),
             "HELD": f"{'-' if row.held_ratio is None else f'{row.held_ratio * CORES_PER_GPU:.0f}'}/{row.cores}",
@@ -139,10 +125,10 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels, *, wide: boo
             "PROCS": "-" if row.processes is None else str(row.processes),
         }
         table.add_row(
-            *map(Text, names_cells),
+            Text(f"{row.pod_name} ({row.container or '?'}{', init' if row.init else ''})"),
             gpus.short(row.gpu),
             *(cells[name] for name in numbers),
-            *(Text(words, style="red" if row.over else "") for words in ends_cells),
+            Text(", ".join((limits_status(row), *limiting(row.mechanisms))), style="red" if row.over else ""),
         )
     return table
 
@@ -196,7 +182,7 @@ class Screen(Live):
         """`above`: lines above the tables."""
         screen = Layout()
         footer = Text(f"{clock_time(state.at)}   Ctrl-C quits", style="dim", no_wrap=True)
-        screen.split_column(Layout(Group(*above, usage_tables(state, self.console.width))), Layout(footer, size=1))
+        screen.split_column(Layout(Group(*above, usage_tables(state))), Layout(footer, size=1))
         self.update(screen, refresh=True)
 
 
@@ -219,9 +205,9 @@ _EPILOG = """
 Columns:
   CORES   granted, in hundredths of a GPU    BUSY  share of the last second in which kernels ran
   MEMORY  granted (GPU: of what it offers)   USED  memory in use
-  HELD    part of the last ten seconds in which it had the GPU, in hundredths, then a slash and CORES
-  WAITED  share of these seconds in which its work waited for a turn
-  LIMITS  whether it stays within its memory    KEPT BY  what limits it (below 120 columns: in LIMITS)
+  LIMITS  whether it stays within its memory, and what limits it
+  HELD    part of the last ten seconds in which it had the GPU, in hundredths, then a slash and CORES (limiter)
+  WAITED  share of these seconds in which its work waited for a turn (limiter)
 
 \b
 Examples:
@@ -259,4 +245,4 @@ def command(watch: bool, location: AgentLocation, output: Literal["text", "json"
         shown = {key: data.state.get(key) for key in ("node", "at", "not_ready", "failures", "gpus", "containers")}
         click.echo(json_line({"live": data.live, **shown}))
     else:
-        show(lambda width: usage_tables(state, width))
+        show(usage_tables(state))

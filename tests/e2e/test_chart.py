@@ -16,7 +16,7 @@ import yaml
 
 import gpumgr
 import gpumgr.compat.gpu_manager.vcuda.files
-from gpumgr.cli.examination.api_server import for_drains, for_people, needed
+from gpumgr.cli.examination.api_server import for_people, needed
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
@@ -96,10 +96,10 @@ def check_rights(text: str, settings: Settings, *, drain: bool) -> None:
         combination for rule in rules for combination in product(rule["apiGroups"], rule["verbs"], rule["resources"])
     )
     uses_account = settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None
-    rights = chain(needed(settings), for_people(settings), for_drains(settings)) if uses_account else ()
+    rights = chain(needed(settings), for_people(settings)) if uses_account else ()
     wanted = {(right.group, right.verb, "/".join(filter(None, (right.resource, right.subresource)))) for right in rights}
-    if not (settings.enforcement.evict or drain):
-        wanted.discard(("", "create", "pods/eviction"))  # drains with evictions are opted into
+    if drain and uses_account:  # drains with evictions are opted into
+        wanted.add(("", "create", "pods/eviction"))
     assert granted == sorted(wanted)
     assert pod_spec(text)["automountServiceAccountToken"] is uses_account
     assert all(set(rule) == {"apiGroups", "resources", "verbs"} for rule in rules)

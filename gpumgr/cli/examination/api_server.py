@@ -55,7 +55,6 @@ async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckRes
 _GRANT: Final = (
     "add them to the agent's ClusterRole: the chart grants them with rbac.create: true, config/examples/rbac.yaml names them all"
 )
-_EVICT: Final = Right(verb="create", resource="pods", subresource="eviction")
 
 
 def needed(settings: Settings) -> Iterator[Right]:
@@ -69,7 +68,7 @@ def needed(settings: Settings) -> Iterator[Right]:
         yield Right(verb="get", resource="nodes")
         yield Right(verb="patch", resource="pods")  # makes the kubelet try waiting pods again
     if settings.enforcement.evict:
-        yield _EVICT
+        yield Right(verb="create", resource="pods", subresource="eviction")
     if settings.kubernetes.delete_failed_pods:
         yield Right(verb="delete", resource="pods")
 
@@ -89,27 +88,18 @@ def for_people(settings: Settings) -> Iterator[Right]:
         yield Right(verb="patch", resource="nodes", subresource="status")
 
 
-def for_drains(settings: Settings) -> Iterator[Right]:
-    """Rights that only `gpumgr gpu drain --evict` needs. Granting them is the operator's choice; their absence is no problem."""
-    if not settings.enforcement.evict:
-        yield _EVICT
-
-
 async def look_at_rights(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
-    must, recommended, drains = tuple(needed(settings)), tuple(for_people(settings)), tuple(for_drains(settings))
+    must, recommended = tuple(needed(settings)), tuple(for_people(settings))
 
     async def look(server: ApiServer) -> CheckResult:
         async with asyncio.timeout(timeout_seconds):
-            granted = [right for right in (*must, *recommended, *drains) if await allowed(server, right)]
+            granted = [right for right in (*must, *recommended) if await allowed(server, right)]
         if missing := [right for right in (*must, *recommended) if right not in granted]:
             finding = error if any(right in must for right in missing) else warning
             return finding(f"not allowed: {', '.join(map(str, missing))}", _GRANT)
-        without = "".join(
-            f"; no drains with evictions: {right} is not granted (rbac.drain)" for right in drains if right not in granted
-        )
-        return ok(", ".join(map(str, granted)) + without)
+        return ok(", ".join(map(str, granted)))
 
     return await ask(settings, look)
 

@@ -71,8 +71,8 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
         "\n"
         "GPU1 is cordoned since 2023-11-14 22:13:20Z\n"
         "\n"
-        "POD            CONTAINER  GPU  CORES     BUSY  MEMORY     USED  PROCS  KEPT BY  LIMITS\n"
-        "team/resnet-0  main         0     30  unknown    0.5G  unknown      -  mps      within\n"
+        "POD (CONTAINER)       GPU  CORES     BUSY  MEMORY     USED  PROCS  LIMITS\n"
+        "team/resnet-0 (main)    0     30  unknown    0.5G  unknown      -  within, mps\n"
     )
     document = json.loads((await gpumgr_command("usage", "--output", "json")).out)
     assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("11111111", None), ("22222222", None)]

@@ -175,4 +175,4 @@ def story() -> dict[str, Any]:
 def usage_text(shown: NodeState, *, width: int | None) -> str:
     """The tables of `gpumgr usage` as plain text; `width` None: without a terminal."""
     width = UNBOUNDED if width is None else max(width, MIN_WIDTH)
-    return plain_text(usage_tables(shown, width), width=width)
+    return plain_text(usage_tables(shown), width=width)

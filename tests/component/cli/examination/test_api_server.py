@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gpumgr.cli.examination import State
-from gpumgr.cli.examination.api_server import for_drains, for_people, look_at_rights, needed
+from gpumgr.cli.examination.api_server import for_people, look_at_rights, needed
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -19,7 +19,7 @@ from tests.component.kube.conftest import write_kubeconfig
 
 NODE = "get nodes, patch nodes, patch nodes/status"
 FOR_PEOPLE = f"patch pods, create events, patch events, {NODE}"
-ORDINARY = f"list pods, watch pods, {FOR_PEOPLE}, create pods/eviction"
+ORDINARY = f"list pods, watch pods, {FOR_PEOPLE}"
 
 
 def settings(kubeconfig: Path, *, evict: bool = False, delete: bool = False) -> Settings:
@@ -69,7 +69,6 @@ def test_the_example_grants_exactly_what_the_defaults_use_and_names_the_rest() -
             for right in (*needed(wanted), *for_people(wanted))
         }
         assert granted(told) == used
-    assert set(for_drains(plain)) <= set(needed(evicting))
 
 
 @pytest.mark.parametrize(
@@ -89,14 +88,6 @@ async def test_missing_rights_are_named(
     found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig"), evict=evict), timeout_seconds=5)
     assert (found.state, found.message) == (state, message)
     assert (found.remedy is None) == (state == "ok")
-
-
-async def test_drains_with_evictions_are_the_operators_choice(sim: SimApiServer, tmp_path: Path) -> None:
-    sim.forbidden.add(("create", "pods/eviction"))
-    found = await look_at_rights(settings(sim.kubeconfig(tmp_path / "kubeconfig")), timeout_seconds=5)
-    rest = ORDINARY.removesuffix(", create pods/eviction")
-    without = "no drains with evictions: create pods/eviction is not granted (rbac.drain)"
-    assert (found.state, found.message, found.remedy) == ("ok", f"{rest}; {without}", None)
 
 
 async def test_standalone_sends_no_request() -> None:
