@@ -67,6 +67,8 @@ class ClaimsController:
         self._said: dict[str, tuple[str, float]] = {}
         self._events_left = _MAX_EVENTS
         self._swept_at = clock()
+        #: Template -> the last sweep at which it was in use, or new.
+        self._used_at: dict[Key, float] = {}
         self._logged = ""
 
     @property
@@ -137,12 +139,10 @@ class ClaimsController:
 
     async def _sweep(self) -> None:
         """Deletes the templates that no pod has used for `template_idle_hours`."""
-        now, used_at, templates = self._clock(), self._watches.used_at, self._watches.templates
-        used_at.update(dict.fromkeys(self._watches.templates_in_use(), now))
-        for key in used_at.keys() - templates.keys():
-            del used_at[key]
-        for key, each in list(templates.items()):
-            if each.managed and now - used_at[key] >= 3600 * self._settings.template_idle_hours:
+        now, in_use = self._clock(), set(self._watches.templates_in_use())
+        self._used_at = {key: now if key in in_use else self._used_at.get(key, now) for key in self._watches.templates}
+        for key, each in list(self._watches.templates.items()):
+            if each.managed and now - self._used_at[key] >= 3600 * self._settings.template_idle_hours:
                 path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates/{key[1]}"
                 if await self._write("sweep", each.uid, "DELETE", path, {"preconditions": {"uid": each.uid}}, but=(404, 409)):
                     _log.info("template_deleted", namespace=key[0], template=key[1])

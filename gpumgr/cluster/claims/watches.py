@@ -32,7 +32,7 @@ _BOUND_SECONDS = 10.0
 
 
 class ClaimWatches(ClusterWatches):
-    """`changed` is set at each change; the controller clears it. `used_at`: template -> its last use, by the monotonic `clock`."""
+    """`changed` is set at each change; the controller clears it."""
 
     def __init__(self, server: ApiServer, settings: SchedulerSettings, **options: Any) -> None:
         """`options` as for ClusterWatches."""
@@ -40,7 +40,6 @@ class ClaimWatches(ClusterWatches):
         self.changed = asyncio.Event()
         self.pods: dict[str, UnboundPod] = {}
         self.templates: dict[Key, WatchedTemplate] = {}
-        self.used_at: dict[Key, float] = {}
         self._claims: dict[Key, WatchedClaim] = {}
         #: UID -> a pod that was bound or deleted, and when; the oldest entry first.
         self._left: dict[str, tuple[UnboundPod, float]] = {}
@@ -123,8 +122,6 @@ class ClaimWatches(ClusterWatches):
     def _unbound_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
         pod = after or before
         assert pod is not None, "one of them exists"
-        for name in pod.templates:
-            self.used_at[pod.key[0], name] = self._clock()
         if after is None:
             self.pods.pop(pod.uid, None)
             self._forget_left()
@@ -139,8 +136,6 @@ class ClaimWatches(ClusterWatches):
 
     def _claim_changed(self, before: WatchedClaim | None, after: WatchedClaim | None) -> None:
         claim = _follow(self._claims, before, after)
-        if claim.template:
-            self.used_at[claim.key[0], claim.template] = self._clock()
         if after is not None and after.placed is not None:
             self.index.bind(after.placed)
         else:
@@ -149,8 +144,6 @@ class ClaimWatches(ClusterWatches):
 
     def _template_changed(self, before: WatchedTemplate | None, after: WatchedTemplate | None) -> None:
         _follow(self.templates, before, after)
-        if after is not None:
-            self.used_at.setdefault(after.key, self._clock())
         self.changed.set()
 
     def _slice_changed(self, before: WatchedSlice | None, after: WatchedSlice | None) -> None:

@@ -49,6 +49,7 @@ async def test_pauses_grow_to_a_minute(looks: Looks, stage: Stage) -> None:
     stage.dra.refused = [403] * 1000
     stage.sim.put_document(pod("one", NAME))
     await until(lambda: bool(stage.dra.posted))
+    await looks()
     for seconds in (0.5, 1, 2, 4, 8, 16, 32, 60, 60):
         await next_try_after(looks, stage, seconds)
 
@@ -66,6 +67,7 @@ async def test_retry_after_is_kept_to(looks: Looks, stage: Stage) -> None:
     stage.dra.refused, stage.dra.headers = [429] * 1000, {"Retry-After": "30"}
     stage.sim.put_document(pod("one", NAME))
     await until(lambda: bool(stage.dra.posted))
+    await looks()
     for _ in range(3):
         await next_try_after(looks, stage, 30)
     assert stage.controller.writes["template", "error"] == len(stage.dra.posted), "each of them was sent"

@@ -100,20 +100,23 @@ async def test_a_template_without_use_is_deleted_after_a_day(dra: DraObjects, tm
     dra.sim.put_document(pod("waiting", "vcuda-c0-3-1"))
     clock = Clock()
     async with running(dra, tmp_path, clock=clock) as stage:
-        clock.now += 24 * 3600 - 1
-        sweeps = stage.controller._swept_at
-        await until(lambda: stage.controller._swept_at > sweeps)
+
+        async def sweep(seconds: int) -> None:
+            clock.now += seconds
+            before = stage.controller._swept_at
+            await until(lambda: stage.controller._swept_at > before)
+
+        await sweep(60)
+        await sweep(24 * 3600 - 1)
         assert len(dra.templates) == 4
-        clock.now += 61
+        await sweep(60)
         await until(lambda: len(dra.templates) == 3)
         assert "team/vcuda-c0-1-1" not in dra.templates
         dra.watched["resourceclaims"].remove("claim-running")
         await until(lambda: not any(stage.watches._claims))
-        clock.now += 24 * 3600 - 61
-        sweeps = stage.controller._swept_at
-        await until(lambda: stage.controller._swept_at > sweeps)
+        await sweep(24 * 3600 - 1)
         assert "team/vcuda-c0-2-1" in dra.templates, "a day since its last use"
-        clock.now += 61
+        await sweep(60)
         await until(lambda: dra.templates == ["team/vcuda-c0-3-1", "team/vcuda-c0-4-1"])
 
 
