@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from gpumgr.agent.ports import Pods, Runtime
 from gpumgr.common.errors import CriError
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest, Ledger
@@ -50,6 +52,19 @@ def users(claim: ClaimRequest, pod: PodView) -> Sequence[str]:
     if pod.namespace != claim.namespace or pod.ended:
         return ()
     return [use.container for use in pod.claims if use.uses(claim.name, claim.request)]
+
+
+def views_by_user(holder: Allocation, pods: Pods) -> Sequence[tuple[PodView, Allocation]]:
+    """The pods that use the allocation, each with a copy of the allocation that names the pod and its container; empty while no pod is
+    known."""
+    if holder.claim is None:
+        view = find_pod(pods, holder.pod, holder.uid)
+        return [(view, holder)] if view is not None else []
+    return [
+        (view, replace(holder, pod=view.key, uid=view.uid, container=name))
+        for view in pods.all()
+        for name in users(holder.claim, view)
+    ]
 
 
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:

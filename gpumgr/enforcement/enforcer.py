@@ -225,12 +225,12 @@ class Enforcer:
             return f"the backend {fixed[0]} can't change the limit of {what} of a running container"
         return None if limiting else f"no backend limits the container's {what}"
 
-    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
-        """Why these mechanisms can't change this limit at once, also for running programs; None: they can."""
+    def obstacle_to_burst(self, mechanisms: Mechanisms) -> str | None:
+        """Why these mechanisms can't change the limit of memory at once, also for running programs; None: they can."""
         for name in mechanisms:
-            if name in self.backends and resource in self.backends[name].limits and self.backends[name].running_keep_limits:
+            if name in self.backends and "memory" in self.backends[name].limits and self.backends[name].running_keep_limits:
                 return f"with the backend {name}, programs that run keep the limits with which they started"
-        return self.obstacle_to_change(mechanisms, resource)
+        return self.obstacle_to_change(mechanisms, "memory")
 
     def own_pids(self, started: Mapping[int, int]) -> frozenset[int]:
         return frozenset(pid for backend in self.backends.values() for pid in backend.own_pids(started))

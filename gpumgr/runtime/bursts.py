@@ -1,34 +1,57 @@
 """Bursts of memory: how much memory above their requests containers may use now, and how much they hold. Starts, resumes and growth of
-other containers wait here until their memory is free. See `gpumgr.ledger.burst`."""
+other containers wait here until their memory is free. The limits are what
+pods demand by the annotation gpumgr.io/memory-limit. See `gpumgr.ledger.burst`."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import is_share
+from gpumgr.agent.pods import views_by_user
+from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import GpuName
-from gpumgr.ledger.burst import ContainerMemory, GpuMemory
+from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
+from gpumgr.ledger.burst import ContainerMemory, GpuMemory, wanted_limits
+from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import ahead, used_by, waits_for
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.topology.devices import Gpu, NodeSample
-from gpumgr.runtime.burst_demands import BurstDemands, Shares
+from gpumgr.runtime.container_events import ContainerEvents, Subject
 from gpumgr.runtime.limits_in_force import UNKNOWN_BYTES, LimitsInForce
+from gpumgr.settings.schema import EnforcementSettings
 
+log = structlog.get_logger(__name__)
+
+#: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
+IGNORED: Final = "GpuMemoryLimitIgnored"
+_OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 #: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
 #: Why the limits of containers are not in force before the container runtime has answered the agent.
 NOT_LISTED: Final = "the container runtime has not listed it yet"
 
+Shares = Mapping[AllocationId, GpuShare]
+
 
 class Bursts:
-    def __init__(self, agent_state: AgentState, demands: BurstDemands) -> None:
-        self._agent_state, self.demands = agent_state, demands
+    """`obstacle` returns why these mechanisms can't change a limit of memory at once, also for running programs; None: they can."""
+
+    def __init__(
+        self,
+        agent_state: AgentState,
+        pods: Pods,
+        events: ContainerEvents,
+        *,
+        obstacle: Callable[[tuple[str, ...]], str | None],
+    ) -> None:
+        self._agent_state, self._pods, self._events, self._obstacle = agent_state, pods, events, obstacle
+        self.rule = EnforcementSettings()
         #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
@@ -50,7 +73,7 @@ class Bursts:
         this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
-            if self.in_force.latest is None and self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
+            if self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
             else a.guaranteed_on(gpu).memory_mebibytes << 20
             for a in ledger.allocations.values()
             for gpu in (a.gpus if is_share(a) else ())
@@ -62,7 +85,7 @@ class Bursts:
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
         """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
-        limits = self.demands.find(ledger, gpus, shares, use)
+        limits = self._demanded(ledger, {name: gpu.memory_mebibytes for name, gpu in gpus.items()}, shares, use)
         self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
         self._free_bytes = {name: _free_bytes(gpu, sample) for name, gpu in gpus.items()}
         self._memories = {
@@ -97,18 +120,50 @@ class Bursts:
         ids_bytes = allocation.held_on(place[1]).memory_mebibytes << 20
         return (memory.used_bytes or 0) > ids_bytes and self.most_bytes(allocation, place[1]) > ids_bytes
 
+    def _demanded(self, ledger: Ledger, sizes: Mapping[GpuName, int], shares: Shares, use: NodeUse) -> dict[AllocationOnGpu, int]:
+        """Returns the limits above requests, in bytes, including memory lent by suspended containers. Reports each annotation that is not
+        used, once. Containers that use one claim together have the highest limit that one of them demands. While a container's pod is
+        unknown, a use above the request counts as the limit, so that the container is not over its limit. `sizes`: in MiB."""
+        limits, ignored = dict[AllocationOnGpu, int](), dict[Subject, str]()
+        for allocation in (ledger.allocations[name] for name in shares):
+            found = {gpu: allocation.limits_on(gpu).memory_mebibytes for gpu in allocation.gpus if allocation.lent_on(gpu)}
+            obstacle = self._obstacle(allocation.mechanisms) if self.rule.memory_burst else _OFF
+            by_user = views_by_user(allocation, self._pods)
+            if not by_user and obstacle is None:
+                used = {gpu: use.containers[allocation.id, gpu] for gpu in allocation.gpus}
+                above = {gpu for gpu, each in used.items() if (each.memory_bytes or 0) > (each.memory_request_bytes or 0)}
+                found |= {gpu: -(-(used[gpu].memory_bytes or 0) >> 20) for gpu in above}
+            for view, share in by_user:
+                if not (view.memory_limits or view.memory_limits_ignored):
+                    continue  # most pods have no such annotation
+                others = [a for a in ledger.of(share.pod, share.uid) if a.id != share.id]
+                most = self.rule.max_growth_memory_mebibytes
+                try:
+                    wanted = wanted_limits(share, view, others, sizes, obstacle=obstacle, most_mebibytes=most)
+                except ValueError as error:
+                    why = f"the annotation {MEMORY_LIMIT_ANNOTATION} is not used, and the request stays the limit: {error}"
+                    ignored[allocation.id, (view.key, view.uid, share.container)] = why
+                else:
+                    found |= {gpu: max(mebibytes, found.get(gpu, 0)) for gpu, mebibytes in wanted.items()}
+            limits |= {(allocation.id, gpu): mebibytes << 20 for gpu, mebibytes in found.items()}
+        for (name, _), why in self._events.report(IGNORED, ignored).items():
+            log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
+        return limits
+
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have given the container another limit, by a resize or a burst. If the setting allows
-        no bursts now, it may have allowed them then: a burst is possible if the pod demands one, or if the container uses more than the
-        memory of its device ids plus the slack."""
+        """Whether an earlier process of the agent may have given the container another limit, by a resize or a burst, and this process has
+        computed no limits yet. If the setting allows no bursts now, it may have allowed them then: a burst is possible if the pod demands
+        one, or if the container uses more than the memory of its device ids plus the slack."""
+        if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
+            return False
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self._slack_bytes
-        burst = self.demands.rule.memory_burst or beyond or self.demands.demands_burst(a)
-        return a.resize is not None or (burst and self.demands.obstacle(a.mechanisms) is None)
+        demanded = self.rule.memory_burst or any(view.memory_limits for view, _ in views_by_user(a, self._pods))
+        return a.resize is not None or ((beyond or demanded) and self._obstacle(a.mechanisms) is None)
 
     @property
     def _slack_bytes(self) -> int:
         """A container that holds at most this much above its request prevents no start of another one."""
-        return self.demands.rule.over_limit_slack_mebibytes << 20
+        return self.rule.over_limit_slack_mebibytes << 20
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
@@ -116,11 +171,7 @@ class Bursts:
         moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
-        if (
-            self.in_force.latest is None
-            and not self.in_force.knows((allocation.id, gpu))
-            and self._had_more(allocation, gpu, None)
-        ):
+        if self._had_more(allocation, gpu, None):
             return UNKNOWN_BYTES
         before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
         return max(before, self.in_force.most_bytes((allocation.id, gpu)))

@@ -23,7 +23,6 @@ from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.topology.devices import Gpu, NodeSample
-from gpumgr.runtime.burst_demands import BurstDemands
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
 from gpumgr.runtime.limits_in_force import Limits
@@ -57,7 +56,7 @@ class Backends(Protocol):
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
 
-    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None: ...
+    def obstacle_to_burst(self, mechanisms: Mechanisms) -> str | None: ...
 
 
 class LimitMeter(SuspendMeter, Protocol):
@@ -91,8 +90,7 @@ class MemoryLimitWatcher:
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._unsaved = meter, LogPace(owners.clock)
         self._shares, self._pods = _Shares(pods, self._events), pods
-        demands = BurstDemands(pods, self._events, obstacle=lambda mechanisms: backends.obstacle_to_burst(mechanisms, "memory"))
-        self.bursts = Bursts(agent_state, demands)
+        self.bursts = Bursts(agent_state, pods, self._events, obstacle=backends.obstacle_to_burst)
         self.suspensions = Suspensions(agent_state, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
         self.apply(settings)
         self._enforce = BackgroundCall("enforce_limits")
@@ -103,7 +101,7 @@ class MemoryLimitWatcher:
 
     def apply(self, settings: EnforcementSettings) -> None:
         """Applies these settings from the next sample on."""
-        self._rule = self.bursts.demands.rule = settings
+        self._rule = self.bursts.rule = settings
         self.suspensions.when_idle_seconds = settings.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -159,16 +159,9 @@ def _memory_bytes(registered: RegisteredGpu, shown: Gpu | None) -> int | None:
 def _limits_excess_bytes(report: NodeReport, gpu: RegisteredGpu) -> int | None:
     if report.use is None or not report.nvml_up:
         return None
-    ledger, uses = report.view.ledger, report.use.containers
-    beyond, away = 0, 0
-    for holder in ledger.on(gpu.name):
-        if (suspension := report.view.suspensions.get(holder.id)) is not None and suspension.away:
-            away += holder.amounts_on(gpu.name).memory_mebibytes << 20
-            continue
-        use = uses.get((holder.id, gpu.name))
-        if use is not None and use.memory_limit_bytes is not None:
-            beyond += max(0, use.memory_limit_bytes - (holder.gpus[gpu.name].memory_mebibytes << 20))
-    return max(0, (ledger.used(gpu.name).memory_mebibytes - gpu.memory_mebibytes << 20) + beyond - away) if beyond else 0
+    away = {name for name, each in report.view.suspensions.items() if each.away}
+    uses = [use for (name, place), use in report.use.containers.items() if place == gpu.name and name not in away]
+    return max(0, sum(use.memory_limit_bytes or 0 for use in uses) - (gpu.memory_mebibytes << 20))
 
 
 def _unattributed(report: NodeReport, gpu: GpuName) -> UnattributedSum:

@@ -195,8 +195,8 @@ class Gpu:
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:  # noqa: ARG002
         return None
 
-    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
-        return self.obstacle_to_change(mechanisms, resource)
+    def obstacle_to_burst(self, mechanisms: Mechanisms) -> str | None:
+        return self.obstacle_to_change(mechanisms, "memory")
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         def changed() -> bool:

@@ -30,7 +30,7 @@ from gpumgr.ledger.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, GRAN
 from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
 from gpumgr.placement.topology.labels import MODEL
-from gpumgr.runtime.burst_demands import IGNORED
+from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT, OVERCOMMITTED
 from gpumgr.runtime.memory_limit_watcher import EVICTED
 from gpumgr.runtime.resizes import REFUSED

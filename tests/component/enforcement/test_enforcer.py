@@ -370,13 +370,14 @@ async def test_limits_of_running_containers_change_where_each_backend_that_has_t
     assert [limits.obstacle_to_change(("mps",), each) for each in RESOURCES] == [None, None]
     limits.backends["mps"].running_keep_limits = True
     why = "with the backend mps, programs that run keep the limits with which they started"
-    assert [limits.obstacle_to_burst(each, "memory") for each in (("mps",), ("none",))] == [
+    assert [limits.obstacle_to_burst(each) for each in (("mps",), ("none",))] == [
         why,
         "no backend limits the container's memory",
     ]
     limits.backends["mps"].kept_bytes = lambda: {"a": 5}  # type: ignore[method-assign]
     assert limits.kept_bytes() == {"a": 5}
     limits.backends["mps"].limits = {"memory": "hard"}
-    for obstacle in (limits.obstacle_to_change, limits.obstacle_to_burst):
-        assert obstacle(("mps",), "core") == "no backend limits the container's cores"
+    assert limits.obstacle_to_change(("mps",), "core") == "no backend limits the container's cores"
     assert limits.obstacle_to_change(("mps",), "memory") is None
+    limits.backends["mps"].limits = {"core": "hard"}
+    assert limits.obstacle_to_burst(("mps",)) == "no backend limits the container's memory"

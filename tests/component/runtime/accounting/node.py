@@ -137,8 +137,8 @@ class MemoryBackends:
             return "no backend limits the container's cores"
         return "the backend vcuda can't" if "vcuda" in mechanisms else None
 
-    def obstacle_to_burst(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
-        return self.obstacle_to_change(mechanisms, resource)
+    def obstacle_to_burst(self, mechanisms: Mechanisms) -> str | None:
+        return self.obstacle_to_change(mechanisms, "memory")
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
         return self.kept
