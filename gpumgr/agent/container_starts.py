@@ -2,7 +2,6 @@
 allocations to "tenants": a tenant is a container with a share, as a GpuShare, the form that the enforcement backends use."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Final
 
 import structlog
@@ -26,7 +25,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry, Masks, count
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.placement.evaluators.select import check_request
-from gpumgr.placement.pods import USUAL_PRIORITY, ContainerSpec, PodView
+from gpumgr.placement.pods import USUAL_PRIORITY, PodView
 from gpumgr.placement.topology.devices import Gpu
 
 log = structlog.get_logger(__name__)
@@ -264,7 +263,7 @@ async def pre_start(
             log.error("name_not_remembered", error=str(error))
         holders = _holders(agent_state.ledger, resource, masks)
     if not holders:
-        record.id = _name_of(device_ids)
+        record.id = min(device_ids)
         raise Refusal(
             "conflict",
             f"the container's {len(device_ids)} {resource} ids ({min(device_ids)} ...) belong to no allocation of this node",
@@ -276,7 +275,8 @@ async def pre_start(
     record.caller = Caller(pod=allocation.pod, view=view, spec=spec)
     _refuse_gone_gpus(agent_state, allocation)
     if resource in RESOURCES:
-        _check(allocation, spec)
+        held = count(allocation.held("core")), count(allocation.held("memory"))
+        check_request(*((spec.cores, spec.memory_blocks) if spec else held))
     refuse_undemanded(agent_state.node(), view, allocation.gpus)
     if resource == "mig":
         _refuse_second_profile(agent_state.ledger, allocation)
@@ -305,13 +305,6 @@ def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
             )
 
 
-def _check(allocation: Allocation, spec: ContainerSpec | None) -> None:
-    if spec is not None:
-        check_request(spec.cores, spec.memory_blocks)
-    else:
-        check_request(count(allocation.held("core")), count(allocation.held("memory")))
-
-
 def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
     """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource, and keeps one value
     of each variable, so the container would see the MIG devices of one profile only."""
@@ -329,7 +322,7 @@ def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
 def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[str]) -> None:
     """For ids that name no GPU: gpu-manager may have admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
     if not any(a.anonymous for a in ledger.allocations.values()):
-        record.id = _name_of(device_ids)
+        record.id = min(device_ids)
         raise Refusal(
             "unknown_device",
             f"the container holds {record.resource} ids that this node never offered ({min(device_ids)} ...), and no record of "
@@ -340,8 +333,3 @@ def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
     """The allocations with exactly these ids: an init container's first, then that of the container that took the ids over."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)
-
-
-def _name_of(device_ids: Sequence[str]) -> AllocationId:
-    """A name for a container without an allocation: the same at each try, independent of the order of its ids."""
-    return blake2b(" ".join(sorted(device_ids)).encode(), digest_size=8).hexdigest()

@@ -221,13 +221,6 @@ _LONGEST_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
 
 
-class _Wait(msgspec.Struct):
-    """When a waiting pod is due, and the pause after that."""
-
-    due_at: float
-    pause_seconds: float = _FIRST_SECONDS
-
-
 class WaitingPods:
     """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns (namespace,
     name) of the claims in the ledger. `clock` is monotonic, in seconds."""
@@ -242,13 +235,13 @@ class WaitingPods:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._pods, self._pool, self._held, self._clock = server, pods, pool, held, clock
-        self._waiting: dict[str, _Wait] = {}
+        #: UID of a waiting pod -> when it is due, and the pause after that.
+        self._waiting: dict[str, tuple[float, float]] = {}
         self._error = ""
 
     def retry_now(self) -> None:
         """Call it when the kubelet has registered the driver: every waiting pod becomes due."""
-        for uid in self._waiting:
-            self._waiting[uid] = _Wait(self._clock())
+        self._waiting = dict.fromkeys(self._waiting, (self._clock(), _FIRST_SECONDS))
 
     async def run(self) -> NoReturn:
         while True:
@@ -268,14 +261,12 @@ class WaitingPods:
         for pod in pods.values():
             if names := {use.claim for use in pod.claims if (pod.namespace, use.claim) not in held}:
                 missing[pod.uid] = names
-        self._waiting = {uid: self._waiting.get(uid) or _Wait(now + _FIRST_SECONDS) for uid in missing}
-        for uid, wait in self._waiting.items():
-            if wait.due_at <= now:
-                wait.due_at = now + _FIRST_SECONDS  # this also holds if a request fails
-                async with asyncio.timeout(_TRY_SECONDS):
-                    await self._retry(pods[uid], missing[uid])
-                wait.due_at = now + wait.pause_seconds
-                wait.pause_seconds = min(2 * wait.pause_seconds, _LONGEST_SECONDS)
+        self._waiting = {uid: self._waiting.get(uid, (now + _FIRST_SECONDS, _FIRST_SECONDS)) for uid in missing}
+        for uid, pause in [(uid, pause) for uid, (due_at, pause) in self._waiting.items() if due_at <= now]:
+            self._waiting[uid] = now + _FIRST_SECONDS, pause  # this also holds if a request fails
+            async with asyncio.timeout(_TRY_SECONDS):
+                await self._retry(pods[uid], missing[uid])
+            self._waiting[uid] = now + pause, min(2 * pause, _LONGEST_SECONDS)
 
     async def _retry(self, pod: PodView, missing: Collection[str]) -> None:
         """Changes the pod if one of the missing claims is for this driver."""

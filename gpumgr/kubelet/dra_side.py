@@ -42,9 +42,6 @@ AFTER_WITHDRAWAL_SECONDS: Final = 1.0
 #: In mode plugin: the time limit of a try to delete the slice; the first and the longest pause between two tries.
 WITHDRAWAL_SECONDS: Final = 5.0
 WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
-#: If NVIDIA's driver has not listed the GPUs yet, the slice stays unchanged for this time after the start: an empty slice for a moment
-#: would make kube-scheduler examine all waiting pods twice.
-SLOW_DRIVER_SECONDS: Final = 10.0
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: The pause between two tries to adopt claims, and the longest wait for the first check of the pods.
@@ -90,7 +87,6 @@ class DraSide:
         self._examined = asyncio.Event()
         #: Whether this node may have served claims.
         self._had_claims = not plugin or had_mode_dra(settings)
-        self._empty_at = time.monotonic() + SLOW_DRIVER_SECONDS
         node = settings.node.name
         self.claims = NodeClaims(
             agent_state=parts.agent_state,
@@ -125,8 +121,7 @@ class DraSide:
         names = {gpu.uuid: gpu.name for gpu in registry.gpus}
         text, shared = "+".join(self._enforcement.choice.mechanisms), self._settings.placement.share_mode
         now = slice_devices(inventory.snapshot, names, enforcement=text, taints=taints, shared=shared)
-        if now or self.publisher.devices is not None or time.monotonic() >= self._empty_at:
-            self.publisher.offer(with_lost(self.publisher.devices or (), now))
+        self.publisher.offer(with_lost(self.publisher.devices or (), now))
         failed = inventory.failures(registry)
         self._driver.faults.set({device_name(gpu.name): failed.get(gpu.name) for gpu in registry.gpus})
 
@@ -138,7 +133,6 @@ class DraSide:
             await self._adopt()
         self._hold(None)
         self.update()
-        asyncio.get_running_loop().call_later(max(0.0, self._empty_at - time.monotonic()), self.update)
         self._link_changed(self.link.state)
         async with asyncio.TaskGroup() as group:
             self._publishing = group.create_task(persistently("slice_publisher", self.publisher.run), name="slice_publisher")

@@ -104,7 +104,6 @@ POLL_SECONDS: Final = 10.0
 #: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names, before
 #: 0.13 nvidia.sock. HAMi's plugin is derived from NVIDIA's and has the same names. GKE's plugin has nvidiaGPU-TIME.sock.
 _GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
-_NVIDIA: Final = "nvidia"
 #: A socket with a full backlog belongs to a running process.
 _BUSY: Final = (errno.EAGAIN, errno.EINPROGRESS)
 
@@ -119,13 +118,10 @@ class OtherDevicePlugins:
         self._folder = folder
         self._logged: tuple[Path, ...] = ()
 
-    async def gpu_manager(self) -> str | None:
-        """If gpu-manager runs: why the agent must not register yet (both have the same resource names), and the remedy. Otherwise None."""
-        return await asyncio.to_thread(gpu_manager_answers, self._folder)
-
-    async def why_wait_for_nvidia_plugins(self) -> str | None:
-        """Like `gpu_manager`, for all other plugins, such as NVIDIA's and HAMi's. An agent that offers nvidia.com/gpu calls this."""
-        found = await asyncio.to_thread(answering, self._folder)
+    async def with_same_names(self, *, nvidia: bool) -> str | None:
+        """Why the agent must not register yet, and the remedy: gpu-manager runs, which has the same resource names, or with `nvidia` (the
+        agent offers nvidia.com/gpu) any other plugin. None: there is none."""
+        found = [path for path in await asyncio.to_thread(answering, self._folder) if nvidia or path.name in _GPU_MANAGER]
         return "; ".join(problem_and_remedy(found)) if found else None
 
     async def run(self) -> NoReturn:
@@ -148,16 +144,9 @@ class OtherDevicePlugins:
 def answering(folder: Path) -> tuple[Path, ...]:
     """The sockets of other plugins on which a process accepts connections (stale socket files are left out); () if the folder can't be
     read."""
-    try:
-        return tuple(path for path in _others(folder) if _answers(path))
-    except OSError:
-        return ()
-
-
-def gpu_manager_answers(folder: Path) -> str | None:
-    """A message with a remedy if gpu-manager runs, else None. The agent's registration would replace gpu-manager's."""
-    managers = [path for path in answering(folder) if path.name in _GPU_MANAGER]
-    return "; ".join(problem_and_remedy(managers)) if managers else None
+    with contextlib.suppress(OSError):
+        return tuple(path for path in sorted(folder.iterdir()) if _is_others(path.name) and _answers(path))
+    return ()
 
 
 def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
@@ -176,10 +165,8 @@ def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
     )
 
 
-def _others(folder: Path) -> Iterator[Path]:
-    for name in sorted(os.listdir(folder)):
-        if name in _GPU_MANAGER or (name.lower().startswith(_NVIDIA) and name.endswith(".sock")):
-            yield folder / name
+def _is_others(name: str) -> bool:
+    return name in _GPU_MANAGER or (name.lower().startswith("nvidia") and name.endswith(".sock"))
 
 
 def _answers(path: Path) -> bool:

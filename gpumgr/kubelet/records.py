@@ -19,7 +19,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import structlog
@@ -43,7 +43,6 @@ from gpumgr.ledger.rebuild import KubeletEntry
 from gpumgr.placement.pods import ClaimKey, Containers, Listing, PodKey, is_static_uid
 
 FILE_NAME = "kubelet_internal_checkpoint"
-T = TypeVar("T")
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,35 +71,27 @@ class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Data(msgspec.Struct):
     PodDeviceEntries: tuple[CheckpointEntry, ...] | None = None
+    RegisteredDevices: dict[str, list[str] | None] | None = None
 
 
 class _File(_Data):
     Data: _Data | None = None
 
 
-class _RegisteredData(msgspec.Struct):
-    RegisteredDevices: dict[str, list[str] | None] | None = None
-
-
-class _RegisteredFile(_RegisteredData):
-    Data: _RegisteredData | None = None
-
-
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
     """The entries in the file's order. Raises KubeletError if `text` is not such a file, or is incomplete."""
-    file = _decoded(text, _File)
-    return (file.Data or file).PodDeviceEntries or ()
+    return _decoded(text).PodDeviceEntries or ()
 
 
 def parse_registered_devices(text: bytes) -> Mapping[str, int]:
     """Resource -> the number of ids that its device plugin offers. Raises KubeletError if `text` is not such a file."""
-    file = _decoded(text, _RegisteredFile)
-    return {resource: len(ids or ()) for resource, ids in ((file.Data or file).RegisteredDevices or {}).items()}
+    return {resource: len(ids or ()) for resource, ids in (_decoded(text).RegisteredDevices or {}).items()}
 
 
-def _decoded(text: bytes, kind: type[T]) -> T:
+def _decoded(text: bytes) -> _Data:
     try:
-        return decode_json(text, kind)
+        file = decode_json(text, _File)
+        return file.Data or file
     except UnreadableText as error:
         raise KubeletError(f"the kubelet's checkpoint can't be read: {error}") from error
 

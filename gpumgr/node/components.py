@@ -243,8 +243,7 @@ class Components:
             adopting = await self.former_mode_dra.held_back_by() if self.former_mode_dra is not None else None
             return (
                 adopting
-                or await self.other_plugins.gpu_manager()
-                or (offers_nvidia_names and await self.other_plugins.why_wait_for_nvidia_plugins())
+                or await self.other_plugins.with_same_names(nvidia=offers_nvidia_names)
                 or await self._take_over.held_back_by()
                 or holders_of_other_mode(self.agent_state.ledger, "plugin")
             )

@@ -155,7 +155,8 @@ class Cgroups:
             if not folder.is_dir():
                 os.scandir(root).close()
             # The kernel lists 0 for a process in a pid namespace that is not visible here.
-            return tuple(sorted({pid for each in _and_below(folder) for pid in _processes(each) if pid > 0}))
+            folders = os.walk(folder, onerror=_raise_unless_gone)
+            return tuple(sorted({pid for each, _, _ in folders for pid in _processes(Path(each)) if pid > 0}))
         except OSError as error:
             raise CriError(
                 f"can't read {error.filename}: {error.strerror}; run gpumgr as root, with the host's cgroups at cri.cgroup_root "
@@ -188,19 +189,9 @@ def _text(file: Path) -> str:
     return file.read_bytes().decode(errors="surrogateescape")
 
 
-def _and_below(folder: Path) -> Iterator[Path]:
-    """`folder` and all folders below it. Folders that are removed in the meantime are left out. Raises OSError."""
-    waiting = [folder]
-    while waiting:
-        at = waiting.pop()
-        try:
-            with os.scandir(at) as entries:
-                waiting.extend(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
-        except OSError as error:
-            if error.errno in _NOTHING_THERE:
-                continue
-            raise
-        yield at
+def _raise_unless_gone(error: OSError) -> None:
+    if error.errno not in _NOTHING_THERE:
+        raise error
 
 
 def _processes(folder: Path) -> Iterator[int]:

@@ -122,24 +122,12 @@ class FindingsReporter:
         """`findings`: all of one check, each with its backend. Findings of allocations that are gone are dropped."""
         now = self._clock()
         for backend, finding in findings:
-            holder = allocations.get(finding.allocation)
-            if holder is None:
+            if (holder := allocations.get(finding.allocation)) is None:
                 continue
             if (finding.allocation, finding.code) not in self._seen_at:
-                self._report_one(backend, finding, holder)
+                about_it = {"allocation": finding.allocation, "holder": holder.describe(), "message": finding.message}
+                log.warning("enforcement_finding", backend=backend, code=finding.code, **about_it)
+                self._count(backend, finding.code)
+                self._events.add(finding.allocation, _REASONS[finding.code], finding.message)
             self._seen_at[finding.allocation, finding.code] = now
-        for allocation, code in [key for key, seen_at in self._seen_at.items() if now - seen_at >= SAME_FINDING_SECONDS]:
-            log.info("enforcement_finding_gone", code=code, allocation=allocation)
-            del self._seen_at[allocation, code]
-
-    def _report_one(self, backend: str, finding: Finding, holder: Allocation) -> None:
-        self._count(backend, finding.code)
-        log.warning(
-            "enforcement_finding",
-            backend=backend,
-            code=finding.code,
-            allocation=finding.allocation,
-            holder=holder.describe(),
-            message=finding.message,
-        )
-        self._events.add(finding.allocation, _REASONS[finding.code], finding.message)
+        self._seen_at = {key: seen_at for key, seen_at in self._seen_at.items() if now - seen_at < SAME_FINDING_SECONDS}

@@ -56,7 +56,8 @@ class Containers:
         self._sleep = sleep
         self._polled_at = self._eager_until = float("-inf")
         self._polling = asyncio.Lock()
-        self._unavailable: str | None = None
+        #: Why the runtime does not answer; None while it answers, and before the first poll.
+        self.unavailable: str | None = None
         #: Whether the runtime has ever answered.
         self.listed = False
         self._table: dict[str, Container] = {}
@@ -65,11 +66,6 @@ class Containers:
         self._processes: dict[Process, str] = {}
         #: Container ids that occur in cgroups, but that the runtime does not list: the pods' sandboxes.
         self._unlisted: set[str] = set()
-
-    @property
-    def unavailable(self) -> str | None:
-        """Why the runtime does not answer; None while it answers, and before the first poll."""
-        return self._unavailable
 
     @property
     def due(self) -> bool:
@@ -115,8 +111,8 @@ class Containers:
             return container
         await self._poll_for(container_id)
         container = self._holding(path)
-        if container is None and self._unavailable is not None:
-            raise CriError(self._unavailable)
+        if container is None and self.unavailable is not None:
+            raise CriError(self.unavailable)
         if container is None:
             self._unlisted.add(container_id)
         return container
@@ -135,7 +131,7 @@ class Containers:
     async def _poll_for(self, container_id: str) -> None:
         """Polls for a container that is not in the table, unless the runtime is unavailable."""
         since = self._clock()
-        if self._unavailable is not None:
+        if self.unavailable is not None:
             self.wake()
             return
         async with self._polling:
@@ -150,13 +146,13 @@ class Containers:
         try:
             await self._update_table(await self._client.list())
         except CriError as error:
-            if self._unavailable is None:
+            if self.unavailable is None:
                 _log.warning("cri_unavailable", reason=str(error))
-            self._unavailable = str(error)
+            self.unavailable = str(error)
         else:
-            if self._unavailable is not None:
+            if self.unavailable is not None:
                 _log.info("cri_available")
-            self._unavailable, self.listed = None, True
+            self.unavailable, self.listed = None, True
         if self._states() != before:
             self.wake()
         self._drop_ended()

@@ -34,12 +34,13 @@ async def test_a_second_plugin_is_reported(folder: Path) -> None:
     assert [line["problem"].partition(" answers")[0] for line in logs] == ["NVIDIA's device plugin, or HAMi's,", "gpu-manager"]
 
 
-async def test_only_gpu_manager_is_in_our_place(folder: Path) -> None:
+async def test_plugins_with_the_same_names_hold_a_registration_back(folder: Path) -> None:
     plugins = OtherDevicePlugins(folder)
     with listening(folder / "nvidia-gpu.sock"):
-        assert await plugins.gpu_manager() is None
+        assert await plugins.with_same_names(nvidia=False) is None
+        assert str(await plugins.with_same_names(nvidia=True)).startswith("NVIDIA's device plugin, or HAMi's, answers at")
         with listening(folder / "vmemory.sock"):
-            reason = str(await plugins.gpu_manager())
+            reason = str(await plugins.with_same_names(nvidia=False))
         assert reason.startswith(f"gpu-manager answers at {folder}/vmemory.sock: ")
         assert "; stop it first; " in reason
-        assert await plugins.gpu_manager() is None
+        assert await plugins.with_same_names(nvidia=False) is None

@@ -370,7 +370,7 @@ async def test_a_recurring_finding_is_reported_again_only_after_a_while() -> Non
         await node.sampled(sample({}, {}), after_seconds=SAME_FINDING_SECONDS)
         node.backends.findings = [finding()]
         await node.sampled(sample({}, {}))
-    assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding_gone", "enforcement_finding"]
+    assert [entry["event"] for entry in logs] == ["enforcement_finding", "enforcement_finding"]
     assert len(node.told) == 2
 
 
