@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -135,7 +134,7 @@ def command(
     trace = _read(nodes_file, pods_file)
     tasks = _tasks(**of_tasks)
     workers = min(len(tasks), processes or len(os.sched_getaffinity(0)))
-    found = list(_progress(_simulated(trace, tasks, workers), len(tasks)))
+    found = list(_simulated(trace, tasks, workers))
     click.echo(_as_json(found) if output == "json" else text_table(_rows(found)), nl=False)
 
 
@@ -186,15 +185,6 @@ def _receive(trace: _Trace) -> None:
 def _simulate(task: _Task) -> _Result:
     method, policy, cpu_milli, seed = task
     return _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli)
-
-
-def _progress(found: Iterator[_Result], total: int) -> Iterator[_Result]:
-    """Shows a bar on stderr if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from found
-        return
-    with click.progressbar(found, length=total, label="Simulations", show_eta=True, show_pos=True, file=sys.stderr) as bar:
-        yield from bar
 
 
 # -- output --------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import msgspec
 import structlog
 
-from gpumgr.common.aio import BugLog, DaemonCalls, until_tick, wait_at_most
+from gpumgr.common.aio import DaemonCalls, until_tick, wait_at_most
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import FileIdentity
 from gpumgr.settings.schema import Settings, is_live, sections
@@ -83,7 +83,7 @@ class SettingsSource:
 
 class SettingsReloader:
     """`apply` receives settings that differ from `current` only in live keys. `record` receives, for the history, what happened (REJECTED,
-    RELOADED) and a sentence about it."""
+    RELOADED) and a sentence about it. `run` raises only bugs, and can be called again then."""
 
     def __init__(
         self,
@@ -98,7 +98,6 @@ class SettingsReloader:
         self._source, self._current, self._apply, self._record = source, current, apply, record
         self._check_seconds, self._read_seconds = check_seconds, read_seconds
         self._calls = DaemonCalls("settings")
-        self._bugs = BugLog("settings_reload")
         self._seen = source.read_as
         self._needs_restart: tuple[str, ...] = ()
         #: Why the file was rejected when it was last read.
@@ -117,9 +116,6 @@ class SettingsReloader:
                 self._reject(f"{self._source.path} can't be read: its file system gives no answer", log_again=was_asked)
             except InputError as error:
                 self._reject(str(error), log_again=was_asked)
-            except Exception as error:
-                self._bugs.record(error)
-                self._reject(f"a bug, please report it: {error!r}", log_again=was_asked)
 
     async def _check(self, *, read: bool) -> None:
         """Reads the file if `read` is true or it has changed, and applies its settings. Raises TimeoutError if the file system hangs, and
@@ -136,11 +132,7 @@ class SettingsReloader:
 
     def _apply_settings(self, written: Settings) -> None:
         outcome = reload(self._current, written)
-        try:
-            self._apply(outcome.settings)
-        except Exception:
-            self._apply(self._current)
-            raise
+        self._apply(outcome.settings)
         self._current = outcome.settings
         write = log.warning if outcome.needs_restart else log.info
         write("config_reloaded", path=str(self._source.path), applied=outcome.applied, needs_restart=outcome.needs_restart)

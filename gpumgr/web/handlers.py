@@ -56,69 +56,9 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     evict: bool = False
 
 
-class Streams:
-    """/api/stream: the state as server-sent events, one per sample period, for every open page. At most MAX_STREAMS streams at once.
-
-    An event is encoded once for all clients. A slow client gets the newest state next and skips the states in between.
-    """
-
-    def __init__(self, sources: ReadModel, *, heartbeat_seconds: float) -> None:
-        self._sources, self._heartbeat_seconds = sources, heartbeat_seconds
-        self._open: set[Subscription[bytes]] = set()
-        self._encoded = (b"", b"")
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Returns when the client has disconnected, which the next write detects, or when `close` is called."""
-        if len(self._open) >= MAX_STREAMS:
-            return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
-        with self._sources.states.subscribe() as states:
-            self._open.add(states)
-            try:
-                return await self._stream(request, states)
-            finally:
-                self._open.discard(states)
-
-    async def close(self, _app: web.Application) -> None:
-        """Ends every stream with a complete response; for `on_shutdown` of the application."""
-        for states in list(self._open):
-            states.close()
-
-    async def _stream(self, request: web.Request, states: Subscription[bytes]) -> web.StreamResponse:
-        # Without readers no states are published, so the latest one may be old.
-        stale = self._sources.states.value
-        newest = await self._sources.state()
-        response = web.StreamResponse(headers=_HEADERS)
-        if request.transport is None:
-            raise ConnectionResetError("the client went while the state was built")
-        request.transport.set_write_buffer_limits(high=1)  # a write ends when the client has read it
-        with suppress(ConnectionError):  # the client has gone
-            await response.prepare(request)
-            await response.write(self._event(newest))
-            while True:
-                try:
-                    async with asyncio.timeout(self._heartbeat_seconds):
-                        state = await anext(states)
-                except TimeoutError:
-                    await response.write(_HEARTBEAT)
-                    continue
-                except StopAsyncIteration:
-                    break
-                if await request[DENIED_NOW]() is not None:  # the token of the client was revoked
-                    break
-                if state not in (stale, newest):
-                    stale, newest = b"", state
-                    await response.write(self._event(state))
-        return response
-
-    def _event(self, state: bytes) -> bytes:
-        if self._encoded[0] is not state:
-            self._encoded = state, b"event: state\ndata: " + state.replace(b"\n", b"\ndata: ") + b"\n\n"
-        return self._encoded[1]
-
-
 class Pages:
-    def __init__(self, sources: ReadModel, page: IndexPage, streams: Streams) -> None:
-        self._sources, self._page, self._streams = sources, page, streams
+    def __init__(self, sources: ReadModel, page: IndexPage, *, heartbeat_seconds: float) -> None:
+        self._sources, self._page, self._heartbeat_seconds = sources, page, heartbeat_seconds
 
     async def index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
@@ -175,7 +115,36 @@ class Pages:
         return json_bytes(await self._sources.state())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        return await self._streams.serve(request)
+        """The state as server-sent events, one per sample period, for every open page; at most MAX_STREAMS at once. A slow client gets the
+        newest state next and skips the states in between. Returns when the client has disconnected, which the next write detects, or when
+        `end_streams` is called."""
+        if self._sources.states.readers >= MAX_STREAMS:
+            return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
+        with self._sources.states.subscribe() as states:
+            await self._sources.state()  # without readers no states are published, so the latest one may be old
+            response = web.StreamResponse(headers=_HEADERS)
+            if request.transport is None:
+                raise ConnectionResetError("the client went while the state was built")
+            request.transport.set_write_buffer_limits(high=1)  # a write ends when the client has read it
+            with suppress(ConnectionError):  # the client has gone
+                await response.prepare(request)
+                while (event := await self._next_event(states)) is not None and await request[DENIED_NOW]() is None:
+                    await response.write(event)
+        return response
+
+    async def _next_event(self, states: Subscription[bytes]) -> bytes | None:
+        """The next state, or a comment if there is none for a while; None: the stream ends."""
+        try:
+            async with asyncio.timeout(self._heartbeat_seconds):
+                return b"event: state\ndata: " + await anext(states) + b"\n\n"
+        except TimeoutError:
+            return _HEARTBEAT
+        except StopAsyncIteration:
+            return None
+
+    async def end_streams(self, _app: web.Application) -> None:
+        """Ends every stream with a complete response; for `on_shutdown` of the application."""
+        self._sources.states.end_readers()
 
     async def history(self, request: web.Request) -> web.Response:
         """The entries with all fields, the newest first."""
@@ -239,8 +208,7 @@ def make_app(
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
     """`policy`: the rules for remote clients. `names`: the names of this host that a request over loopback may have as its `Host`."""
-    streams = Streams(sources, heartbeat_seconds=heartbeat_seconds)
-    pages = Pages(sources, IndexPage(page), streams)
+    pages = Pages(sources, IndexPage(page), heartbeat_seconds=heartbeat_seconds)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
     app = web.Application(
         middlewares=[make_middleware(scopes, policy, names, origin_of=origin_of)], client_max_size=MAX_BODY_BYTES
@@ -249,7 +217,7 @@ def make_app(
         app.router.add_get(path, partial(handler, pages), allow_head=handler is not Pages.stream)
     app.router.add_post(_MAINTENANCE, pages.maintenance)
     app.on_response_prepare.append(on_response_prepare)
-    app.on_shutdown.append(streams.close)
+    app.on_shutdown.append(pages.end_streams)
     return app
 
 

@@ -205,7 +205,7 @@ class ReadModel:
         return self._states
 
     async def state(self) -> bytes:
-        """The JSON of /api/state, not older than a sample period."""
+        """The JSON of /api/state, not older than a sample period; `states` then has it, too."""
         async with self._rendering:
             if time.monotonic() - self._rendered_at >= self._components.settings.nvml.sample_period_seconds:
                 await self._render()

@@ -33,13 +33,12 @@ def path(tmp_path: Path) -> Path:
 
 class Watched:
     """`applied` has what was put in force, one after the other; `reads` counts how often the file was read. While `answers` is cleared,
-    reading hangs; each of `bugs` is raised once, where the settings are read or applied."""
+    reading hangs."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.reads = path, 0
         self.answers = threading.Event()
         self.answers.set()
-        self.bugs: dict[str, Exception] = {}
         self.applied: list[Settings] = []
         self.told: list[tuple[str, str]] = []
         self.source = SettingsSource(path=path, load=self._load)
@@ -48,13 +47,9 @@ class Watched:
     def _load(self) -> Settings:
         self.reads += 1
         self.answers.wait()
-        if (bug := self.bugs.pop("load", None)) is not None:
-            raise bug
         return load_settings(self.path, environ={}, overrides={"node.name": "n"})
 
     def apply(self, settings: Settings) -> None:
-        if (bug := self.bugs.pop("apply", None)) is not None:
-            raise bug
         self.applied.append(settings)
 
     def record(self, code: str, why: str) -> None:
@@ -143,26 +138,6 @@ async def test_a_change_between_the_first_read_and_the_start_is_applied(path: Pa
     async with following(path, meanwhile="placement: {policy: spread}") as it:
         await until(lambda: bool(it.applied))
         assert it.applied[0].placement.policy == "spread"
-
-
-# -- what is wrong with more than a key ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["load", "apply"])
-async def test_a_bug_is_reported_as_such_and_the_previous_settings_stay(where: str, path: Path) -> None:
-    with structlog.testing.capture_logs() as lines:
-        async with following(path) as it:
-            it.bugs[where] = LookupError("a bug")
-            rewrite(path, "placement: {policy: spread}")
-            await until(lambda: bool(it.told))
-            assert it.told == [
-                ("rejected", "the previous settings stay in effect: a bug, please report it: LookupError('a bug')")
-            ]
-            assert [each.placement.policy for each in it.applied] == (["binpack"] if where == "apply" else [])
-            it.source.ask()
-            await until(lambda: len(it.told) == 2)
-            assert it.told[1] == ("reloaded", "applied: placement.policy")
-    assert [line["event"] for line in lines] == ["daemon_failed", "config_rejected", "config_reloaded"]
 
 
 async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_when_it_answers(path: Path) -> None:

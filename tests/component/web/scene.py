@@ -79,6 +79,7 @@ class Scene:
         return NodeReport(view=self.agent_state, sample=sample_of(0))
 
     async def state(self) -> bytes:
+        self.states.set(self.now)
         return self.now
 
     def usage(self) -> Mapping[str, Any]:

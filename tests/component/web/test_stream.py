@@ -50,16 +50,6 @@ async def test_the_newest_state_comes_at_once_and_then_each_new_one(server: Http
     two.writer.close()
 
 
-async def test_what_the_first_state_contains_is_not_sent_twice(server: HttpServer, scene: Scene) -> None:
-    one = await Reader.open(server)
-    scene.states.set(scene.now)
-    assert await one.state() == {"at": 1}
-    await asyncio.sleep(0.01)
-    scene.states.set(b'{"at": 2}')
-    assert await one.state() == {"at": 2}
-    one.writer.close()
-
-
 async def test_browsers_get_an_event_stream(client: aiohttp.ClientSession) -> None:
     async with client.get("/api/stream") as answer:
         assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -67,13 +57,6 @@ async def test_browsers_get_an_event_stream(client: aiohttp.ClientSession) -> No
         assert await answer.content.readuntil(b"\n\n") == b'event: state\ndata: {"at": 1}\n\n'
     async with client.head("/api/stream") as answer:
         assert answer.status == 405
-
-
-async def test_a_document_of_several_lines_is_one_event(server: HttpServer, scene: Scene) -> None:
-    scene.now = b'{\n"at": 1}'
-    one = await Reader.open(server)
-    assert await one.event() == b'event: state\ndata: {\ndata: "at": 1}\n\n'
-    one.writer.close()
 
 
 async def test_a_comment_keeps_a_quiet_line_open(serve: Serve) -> None:
