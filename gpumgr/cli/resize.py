@@ -68,16 +68,15 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
     by_claim = {each["name"] for each in pod["spec"].get("containers") or () if (each.get("resources") or {}).get("claims")}
     if container is None and len(names) > 1:
         raise InputError(f"several containers of the pod have GPUs: give --container with one of {', '.join(names)}")
-    chosen = container or next(iter(names or sorted(by_claim)), None)
-    if chosen is not None and chosen in by_claim:
+    chosen = container or next(iter(names or sorted(by_claim)), "?")
+    if chosen in by_claim:
         raise GpumgrError(
             f"container {chosen} uses a ResourceClaim, and the capacity of a claim is fixed by the API: create a pod with "
             "another claim"
         )
-    if chosen is None or not names:
-        raise GpumgrError(f"no container of the pod has a share of a GPU from gpumgr: its annotation {ALLOCATIONS} names none")
     if chosen not in names:
-        raise GpumgrError(f"container {chosen} has no share of a GPU from gpumgr; these containers have one: {', '.join(names)}")
+        have = f"these containers have one: {', '.join(names)}" if names else f"the pod's annotation {ALLOCATIONS} names none"
+        raise GpumgrError(f"container {chosen} has no share of a GPU from gpumgr; {have}")
     return chosen
 
 

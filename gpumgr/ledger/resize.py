@@ -109,12 +109,12 @@ def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundin
     """Refuses a change that the mechanisms can't make, and a memory limit below what is in use."""
     for gpu in allocation.gpus:
         before, after = allocation.limits_on(gpu), resized.limits_on(gpu)
-        changed: dict[Resource, bool] = {
+        changed: Mapping[Resource, bool] = {
             "core": before.cores != after.cores,
             "memory": before.memory_mebibytes != after.memory_mebibytes,
         }
-        for resource in (each for each, differs in changed.items() if differs):
-            if why := around.obstacle(allocation.mechanisms, resource):
+        for resource, differs in changed.items():
+            if differs and (why := around.obstacle(allocation.mechanisms, resource)):
                 raise ValueError(why)
         if after.memory_mebibytes >= before.memory_mebibytes:
             continue

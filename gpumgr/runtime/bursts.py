@@ -108,7 +108,7 @@ class Bursts:
         await self._agent_state.set_burst({gpu: -(-size >> 20) for gpu, size in held.items() if size})
         if limits:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
-            shares, use = self._limited(ledger, shares), replace(use, containers={**use.containers, **uses})
+            shares, use = self._limited(shares), replace(use, containers={**use.containers, **uses})
         self.in_force.compute({(name, gpu.name): gpu.limit_bytes for name, share in shares.items() for gpu in share.gpus})
         news, self._news = self._news, asyncio.Event()
         news.set()
@@ -176,15 +176,15 @@ class Bursts:
         before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
         return max(before, self.in_force.most_bytes((allocation.id, gpu)))
 
-    def _limited(self, ledger: Ledger, shares: Shares) -> Shares:
+    def _limited(self, shares: Shares) -> Shares:
         moving = [each.memory_bytes for each in self._agent_state.suspensions.values() if each.needs_room]
         starting = {gpu for gpus in (*self._starting.values(), self.growing, *moving) for gpu in gpus}
-        now = {gpu: self._memory(ledger, gpu).limits(starting=gpu in starting) for gpu in {gpu for _, gpu in self._above}}
+        now = {gpu: self._memory(gpu).limits(starting=gpu in starting) for gpu in {gpu for _, gpu in self._above}}
         limited = dict(shares)
         for name, share in shares.items():
             if any((name, gpu.name) in self._above for gpu in share.gpus):
                 # A suspended container keeps its burst, since it has the memory again when it is resumed.
-                limits = {gpu: found[name] for gpu, found in now.items() if name in found} or self._away[name]
+                limits = {gpu: found[name] for gpu, found in now.items() if name in found} or self._away.get(name, {})
                 parts = [replace(gpu, burst_bytes=max(0, limits.get(gpu.name, 0) - gpu.memory_bytes)) for gpu in share.gpus]
                 limited[name] = replace(share, gpus=tuple(parts))
         return limited
@@ -245,8 +245,9 @@ class Bursts:
         known = self._agent_state.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.in_force.obstacles.items() if name in reach), None)
 
-    def _memory(self, ledger: Ledger, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
+    def _memory(self, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
         """The memory of the containers on the GPU, without suspended containers and without `but`."""
+        ledger = self._agent_state.ledger
         left_out = {*self._away, but.id if but else ""}
         not_counted = sum((a.amounts_on(gpu) - a.shrunk_on(gpu)).memory_mebibytes for a in ledger.on(gpu) if a.id in left_out)
         names = ledger.allocations.keys() - left_out
@@ -255,9 +256,6 @@ class Bursts:
             free_bytes=self._free_bytes.get(gpu),
             granted_bytes=(ledger.in_force(gpu).memory_mebibytes - not_counted) << 20,
         )
-
-    def _others(self, allocation: Allocation, gpu: GpuName) -> GpuMemory:
-        return self._memory(self._agent_state.ledger, gpu, but=allocation)
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
         """Whether other containers may still take memory that the starting container needs."""
@@ -269,7 +267,7 @@ class Bursts:
         more."""
         known = self._memories.get((allocation.id, gpu))
         need_bytes = max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
-        return self._others(allocation, gpu).missing_bytes(need_bytes, need_bytes, reach_bytes)
+        return self._memory(gpu, but=allocation).missing_bytes(need_bytes, need_bytes, reach_bytes)
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
         """Says which of these GPUs has an unknown amount of free memory; None if all are known."""
@@ -289,7 +287,7 @@ class Bursts:
             guaranteed_bytes = _guaranteed_bytes(allocation, gpu)
             if gpu not in allocation.limits:  # the container gets back its burst, too
                 guaranteed_bytes = max(guaranteed_bytes, need_bytes)
-            others, reach = self._others(allocation, gpu), self._reach(allocation, gpu) if lowers else {}
+            others, reach = self._memory(gpu, but=allocation), self._reach(allocation, gpu) if lowers else {}
             if reach and others.missing_bytes(need_bytes, guaranteed_bytes, sum(reach.values())):
                 found = self._not_lowered(reach)
                 return f"the memory limit of {found[0]} can't be lowered: {found[1]}" if found else ""
@@ -305,11 +303,13 @@ class Bursts:
     def _others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
         """What the other containers on the GPU use, by their names, in bytes."""
         known = self._agent_state.ledger.allocations
-        return {known[name].describe(): each.used_bytes or 0 for name, each in self._others(allocation, gpu).containers.items()}
+        return {
+            known[name].describe(): each.used_bytes or 0 for name, each in self._memory(gpu, but=allocation).containers.items()
+        }
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
         """Raises Refusal if the container's memory is not free, and another container holds more than the slack above its request."""
-        others = self._others(allocation, gpu).containers
+        others = self._memory(gpu, but=allocation).containers
         burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.items()), default=(0, ""))
         if (missing := self._missing_bytes(allocation, gpu)) and burst_bytes > self._slack_bytes:
             raise Refusal(

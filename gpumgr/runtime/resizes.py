@@ -24,8 +24,9 @@ from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 
 log = structlog.get_logger(__name__)
 
-#: The reason in the pod's event if the resize of one of its containers is refused.
+#: The reason in the pod's event if the resize of one of its containers is refused, or can't be decided before the runtime answers.
 REFUSED: Final = "GpuResizeRefused"
+WAITS: Final = "GpuResizeWaits"
 
 
 async def decide_resizes(
@@ -55,7 +56,7 @@ async def decide_resizes(
         obstacle=obstacle,
         away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
     )
-    entries: list[HistoryEntry] = []
+    entries, waiting = list[HistoryEntry](), list[HistoryEntry]()
 
     def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
         for a in [each for name, each in now.allocations.items() if name in known]:
@@ -63,12 +64,16 @@ async def decide_resizes(
                 continue
             after = decide(now, a, request, around)
             if isinstance(after, Waits):
+                obstacle = bursts.in_force.obstacles.get(after.holder.id)
+                why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {obstacle}"
                 # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the
                 # runtime may answer late, and a refusal would be final.
-                if (why := bursts.in_force.obstacles.get(after.holder.id, NOT_LISTED)) == NOT_LISTED:
+                if obstacle in (None, NOT_LISTED):
                     bursts.growing = {*bursts.growing, after.gpu}
+                    if obstacle is not None:
+                        why = f"the resize of container {a.container or '?'} waits: {why}"
+                        waiting.append(about(a, HistoryEntry(what="event", code=WAITS, why=why)))
                     continue
-                why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {why}"
                 after = refused(a, request, why)
             entries.append(about(a, _entry(a, after)))
             now = now.occupy(after)
@@ -81,6 +86,8 @@ async def decide_resizes(
             why = "the limits stay; the resize is tried again with each sample"
             log.error("resize_not_saved", error=str(error), consequence=why)
         return False
+    for entry in waiting:
+        agent_state.history.add_unless_repeated(entry)
     for entry in entries:
         write = log.info if entry.code == RESIZED else log.warning
         write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)

@@ -34,6 +34,7 @@ from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT, OVERCOMMITTED
 from gpumgr.runtime.memory_limit_watcher import EVICTED
 from gpumgr.runtime.resizes import REFUSED
+from gpumgr.runtime.resizes import WAITS as RESIZE_WAITS
 from gpumgr.runtime.suspensions import FAILED, WAITS
 from gpumgr.runtime.suspensions import REFUSED as SUSPEND_REFUSED
 from tools.docs.markdown import code, table
@@ -168,6 +169,7 @@ EVENTS: Final = {
         (FAILED, True, "A suspended container can't go on; delete its pod."),
         (RESIZED, False, "A container may use other amounts from now on."),
         (REFUSED, True, "A resize was refused, for the reason in the message."),
+        (RESIZE_WAITS, True, "A resize waits until the container runtime answers the agent."),
         (OVER_LIMIT, True, "A container uses more memory than it was granted."),
         (EVICTED, True, "The agent requested the eviction of a pod that stayed over its memory limit (`enforcement.evict`)."),
         (DRAINED, True, "The pod's GPU is drained; the agent requested the pod's eviction."),

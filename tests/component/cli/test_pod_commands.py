@@ -85,7 +85,7 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
         (
             ["team/none", "--cores", "1"],
             1,
-            "no container of the pod has a share of a GPU from gpumgr: its annotation gpumgr.io/allocations names none",
+            "has no share of a GPU from gpumgr; the pod's annotation gpumgr.io/allocations names none",
         ),
         (["team/over", "--cores", "1"], 1, "the pod has ended"),
         (["team/missing", "--cores", "1"], 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),

@@ -147,7 +147,14 @@ async def test_growth_waits_for_a_runtime_that_answers_late_after_a_restart() ->
     ask(node, "t", TRAIN, wants(mebibytes=1792))
     for _ in range(3):
         await node.sampled(uses(a=100, t=0))
-    assert (node.agent_state.ledger.allocations["t"].resize, told(node)) == (None, [])
+    assert node.agent_state.ledger.allocations["t"].resize is None
+    (entry,) = node.told
+    assert (entry.code, entry.pod, entry.why) == (
+        "GpuResizeWaits",
+        TRAIN,
+        "the resize of container main waits: the lower memory limit of team/web (main) on GPU 00000000 is not in force: the container "
+        "runtime has not listed it yet",
+    )
     node.runtime.answers.set()
     for _ in range(4):
         await breathe()
