@@ -186,17 +186,16 @@ class Monitor:
 
     async def run(self) -> NoReturn:
         """Runs until cancelled; uses the session if one is open already. Raises DriverMismatchError. The caller closes NVML."""
-        reached = self._nvml.opened
+        if not self._nvml.opened:
+            await self._reach_driver()
         while True:
-            if not reached:
-                await self._reach_driver()
-            reached = False
             try:
                 await self._watch()
             except DriverMismatchError:
                 raise
             except NvmlError as exc:
                 await self._mark_down(str(exc))
+            await self._reach_driver()
 
     async def _reach_driver(self) -> None:
         pause, longest = self._retry_seconds

@@ -214,12 +214,9 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "runtime-request-timeout": _no_effect("gpumgr bounds its calls of the container runtime itself"),
     "wait-timeout": _no_effect("gpumgr probes its own sockets before it registers, and retries in place"),
     "v": _verbosity,
-    "logtostderr": _no_effect(_STDERR),
-    "alsologtostderr": _no_effect(_STDERR),
-    "stderrthreshold": _no_effect(_STDERR),
-    "vmodule": _no_effect(_STDERR),
-    "log-backtrace-at": _no_effect(_STDERR),
-    "log-dir": _no_effect(_STDERR),
+    **dict.fromkeys(
+        ("logtostderr", "alsologtostderr", "stderrthreshold", "vmodule", "log-backtrace-at", "log-dir"), _no_effect(_STDERR)
+    ),
     "addr": _sets_where_given("display.socket"),
     "version": _version,
 }
