@@ -73,7 +73,6 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     shape: Shape
-    namespace: str = ""
     priority: int = 0
     arrival_seconds: float = 0.0
     duration_seconds: float | None = None

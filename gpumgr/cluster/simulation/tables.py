@@ -38,7 +38,6 @@ class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the trace. `cores`: per GPU; `gpu_milli` is Alibaba's column for them. The last two columns are Alibaba's, too."""
 
     name: str = ""
-    namespace: str = ""
     priority: Amount = 0
     gpus: GpuCount = 0
     cores: Annotated[int, Meta(ge=0, le=CORES_PER_GPU)] | None = None
@@ -58,7 +57,6 @@ class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
         return Pod(
             name=self.name,
             shape=self._shape(),
-            namespace=self.namespace,
             priority=self.priority,
             arrival_seconds=self.arrival_seconds,
             duration_seconds=self._duration(),

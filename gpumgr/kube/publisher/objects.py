@@ -124,7 +124,8 @@ class NodePart(Desired, Generic[_Value]):
 
     @abstractmethod
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Writes the state to the Node at `path`; returns whether it had to be changed. Raises what `ApiServer.send` raises."""
+        """Writes the state to the Node at `path`; returns whether labels or a condition were changed. Raises what `ApiServer.send`
+        raises."""
 
     async def write(self, server: ApiServer, node: str) -> None:
         """Ignores the refusal of a removal (403): usually there is nothing to remove, so the agent need not have the right."""
@@ -148,10 +149,11 @@ class NodeAnnotations(NodePart[Mapping[str, str]]):
     async def apply(self, server: ApiServer, path: str) -> bool:
         taken, self.removed = self.removed, set()
         try:
-            return await server.send("PATCH", path, {"metadata": {"annotations": {**dict.fromkeys(taken), **(self.value or {})}}})
+            await server.send("PATCH", path, {"metadata": {"annotations": {**dict.fromkeys(taken), **(self.value or {})}}})
         except BaseException:
             self.removed |= taken
             raise
+        return False
 
 
 @dataclass(eq=False, slots=True)
