@@ -35,9 +35,8 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: Rate limit and burst of the `List` calls that only confirm a container which the order of calls has identified.
-SPARE_LOOKS_PER_SECOND = 20.0
-SPARE_LOOKS_BURST = 4.0
+#: `List` is called only to confirm a container that the order of calls has identified if the last such call is this long ago.
+SPARE_LOOK_SECONDS = 0.05
 #: A call for replicas waits up to this time for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the
 #: call must be refused.
 REPLICA_POD_SECONDS = 2.0
@@ -85,8 +84,7 @@ class Admission:
         self._looks = 0
         self._unavailable: str | None = None
         self._incomplete_until = float("-inf")
-        self._spare_looks = SPARE_LOOKS_BURST
-        self._spare_since = clock()
+        self._spare_look_at = float("-inf")
         self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
@@ -383,12 +381,9 @@ class Admission:
 
     def _spare_look(self) -> bool:
         now = self._clock()
-        self._spare_looks = min(SPARE_LOOKS_BURST, self._spare_looks + (now - self._spare_since) * SPARE_LOOKS_PER_SECOND)
-        self._spare_since = now
-        if self._spare_looks < 1:
-            return False
-        self._spare_looks -= 1
-        return True
+        due = now - self._spare_look_at >= SPARE_LOOK_SECONDS
+        self._spare_look_at = now if due else self._spare_look_at
+        return due
 
 
 def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:

@@ -145,7 +145,7 @@ class MigDevices:
         self._failed = {key: at for key, at in self._failed.items() if self._clock() - at < RETRY_SECONDS}
         for uuid, slices in self._failed:
             blocked[uuid] = blocked.get(uuid, 0) | slices
-        await self._agent_state.set_mig_blocked(blocked)
+        await self._agent_state.change_inventory(mig_blocked=blocked)
         shown = inventory.gpus(ledger.gpu_registry)
         present = {each.uuid for gpu in shown.values() for each in gpu.mig_instances}
         for allocation in [each for each in ledger.allocations.values() if each.mig_devices or "mig" in each.device_ids]:
@@ -171,7 +171,7 @@ class MigDevices:
         except NvmlError as error:
             self._failed[gpu, device.memory_slices] = self._clock()
             blocked = self._agent_state.inventory.mig_blocked
-            await self._agent_state.set_mig_blocked({**blocked, gpu: blocked.get(gpu, 0) | device.memory_slices})
+            await self._agent_state.change_inventory(mig_blocked={**blocked, gpu: blocked.get(gpu, 0) | device.memory_slices})
             raise Refusal("gpu_unhealthy", f"the MIG device {device} can't be created: {error}") from error
         self._created.add(made.uuid)
         log.info("mig_device_created", gpu=gpu, device=made.uuid, profile=made.profile, slice=place.start)

@@ -1,5 +1,10 @@
 """The ledger and the inventory in force and the one lock. Each change of the ledger is saved first, then applied, then sent to the
-kubelet."""
+kubelet.
+
+`DeviceListPublisher` decides when a changed device list is sent, and which ids the kubelet must have received by now. Changes of free
+memory blocks (a whole GPU was granted or freed) are sent at most once a second, the failure of a GPU at once. ListAndWatch has no
+acknowledgement, so an id that turned Healthy counts as visible to the kubelet one second after it was sent.
+"""
 
 import asyncio
 import time
@@ -9,17 +14,17 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History, about
 from gpumgr.agent.inventory import HardwareHealth, Inventory
-from gpumgr.agent.ports import Checkpoint, Runs
+from gpumgr.agent.ports import Checkpoint, Publish, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger import quarantine
 from gpumgr.ledger.checkpoint.tables import DELETE_IT, decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.ids import Masks
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
-from gpumgr.ledger.node import NodeView
+from gpumgr.ledger.node import NodeDevices, NodeView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS, Quarantine
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
 from gpumgr.placement.evaluators.select import Policy
@@ -31,10 +36,88 @@ log = structlog.get_logger(__name__)
 OPEN_SECONDS = 5.0
 #: How long a pod that must otherwise be refused waits until the kubelet has read a ListAndWatch message, which takes milliseconds.
 PUBLISH_SECONDS = 0.1
+#: Freed memory blocks are sent this long after the last device list, or later.
+SETTLE_SECONDS = 1.0
 QUARANTINE_NOTE = "quarantine"
 SUSPENSIONS_NOTE = "suspensions"
-#: The content of the checkpoint's note: "held" (in quarantine) or "unattributed" -> GPU -> processes.
-_QuarantineNote = dict[str, dict[GpuName, frozenset[Process]]]
+
+
+class DeviceListPublisher:
+    """`publish` sends a list to the kubelet. `clock` is monotonic, in seconds."""
+
+    def __init__(self, publish: Publish, *, clock: Callable[[], float]) -> None:
+        self._publish = publish
+        self._clock = clock
+        self._sent: NodeDevices = ()
+        self._seen_before: dict[GpuName, int] = {}
+        self._changed_at: dict[GpuName, float] = {}
+        self._sent_at = float("-inf")
+        self._held_back: NodeDevices | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._listening = False
+
+    def start(self) -> None:
+        """Call it when the servers that the kubelet watches have started. No list is sent before."""
+        self._listening = True
+        self._send()
+
+    def update(self, new: NodeDevices) -> None:
+        """The device list is now `new`. It is sent at once if it is `_urgent`, else at most SETTLE_SECONDS later."""
+        if new == self._sent:
+            self._held_back = None
+            return
+        self._held_back = new
+        if not self._listening:
+            return
+        wait = 0.0 if self._urgent(new) else self._sent_at + SETTLE_SECONDS - self._clock()
+        if wait <= 0:
+            self._send()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(wait, self._send)
+
+    def hurry(self) -> bool:
+        """Sends a list that is held back. True if the list sent last has Healthy memory blocks that do not count as visible yet."""
+        self._send()
+        visible = self.visible_blocks()
+        return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
+
+    def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
+        """Memory blocks that were sent as Healthy `settle_seconds` ago or earlier, and are still Healthy."""
+        now = self._clock()
+        result = {}
+        for each in self._sent:
+            gpu = each.gpu.name
+            settled = now - self._changed_at.get(gpu, float("-inf")) >= settle_seconds
+            result[gpu] = each.healthy_blocks if settled else each.healthy_blocks & self._seen_before[gpu]
+        return result
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _urgent(self, new: NodeDevices) -> bool:
+        """Whether a GPU is new or forgotten or has other memory, or its Healthy cores, replicas or MIG devices have changed."""
+        if len(new) != len(self._sent):
+            return True
+        return any(
+            (n.gpu, n.healthy_cores, n.healthy_replicas, n.healthy_instances)
+            != (s.gpu, s.healthy_cores, s.healthy_replicas, s.healthy_instances)
+            for n, s in zip(new, self._sent, strict=True)
+        )
+
+    def _send(self) -> None:
+        self.close()
+        if self._held_back is None:
+            return
+        now, visible = self._clock(), self.visible_blocks()
+        sent = {each.gpu.name: each for each in self._sent}
+        for each in self._held_back:
+            gpu = each.gpu.name
+            if gpu in sent and sent[gpu] != each:
+                self._seen_before[gpu], self._changed_at[gpu] = visible[gpu], now
+        self._sent, self._held_back, self._sent_at = self._held_back, None, now
+        self._publish(self._sent)
 
 
 class AgentState:
@@ -139,8 +222,6 @@ class AgentState:
         open_ids = (self._open[0],) if self._open else ()
         self._device_lists.update(self.inventory.node_devices(self.ledger, open_ids))
 
-    # -- a whole-GPU container's memory call may still come ------------------------------------------------------------------
-
     def leave_open(self, allocation: AllocationId) -> None:
         self._open = (allocation, self._clock() + OPEN_SECONDS)
 
@@ -153,8 +234,6 @@ class AgentState:
 
     def is_open(self, allocation: AllocationId) -> bool:
         return self._open is not None and self._open[0] == allocation
-
-    # -- changes of the hardware -------------------------------------------------------------------------------------------------
 
     async def set_snapshot(self, snapshot: NodeSnapshot, health: HardwareHealth | None = None) -> None:
         """The driver lists these GPUs now, with this health (None: it is as before). New GPUs are registered, and the registration is on
@@ -189,23 +268,16 @@ class AgentState:
 
     async def set_health(self, health: HardwareHealth) -> None:
         """Puts the health of the GPUs in force."""
-        await self._change_inventory(health=health)
-
-    async def set_mig_blocked(self, blocked: Mapping[str, int]) -> None:
-        """`blocked`: GPU's UUID -> memory slices at which no MIG device can be created now."""
-        if blocked != self.inventory.mig_blocked:
-            await self._change_inventory(mig_blocked=blocked)
-
-    async def set_burst(self, mebibytes: Mapping[GpuName, int]) -> None:
-        """`mebibytes`: GPU -> memory that containers hold above their requests."""
-        if mebibytes != self.inventory.burst_mebibytes:
-            await self._change_inventory(burst_mebibytes=mebibytes)
-
-    async def _change_inventory(self, **fields: Any) -> None:
-        """Puts these fields of the inventory in force, and updates the device lists."""
         async with self.lock:
-            self.inventory = replace(self.inventory, **fields)
+            self.inventory = replace(self.inventory, health=health)
             self.publish()
+
+    async def change_inventory(self, **fields: Any) -> None:
+        """Puts these fields of the inventory in force, and updates the device lists. Does nothing if they are equal."""
+        if any(getattr(self.inventory, name) != value for name, value in fields.items()):
+            async with self.lock:
+                self.inventory = replace(self.inventory, **fields)
+                self.publish()
 
     def restore_suspensions(self, notes: Mapping[str, str]) -> None:
         """Restores the suspensions after a restart. Raises CheckpointError for a note that can't be read."""
@@ -233,7 +305,7 @@ class AgentState:
         as far as they still run. Then the processes of the samples so far are judged again. Raises CheckpointError for a note that can't
         be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
-        kept = decode_note(notes, QUARANTINE_NOTE, _QuarantineNote, remedy=DELETE_IT)
+        kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
         processes = {
             gpu: seen.tenants.get(gpu, frozenset()) | seen.unattributed.get(gpu, frozenset())

@@ -27,7 +27,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
 from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.kubelet import slices
-from gpumgr.kubelet.slices import MAX_DEVICES, SLICES, Dropped, Json, SliceDevice, StoredSlice
+from gpumgr.kubelet.slices import SLICES, Dropped, Json, SliceDevice, StoredSlice
 
 _log = structlog.get_logger(__name__)
 
@@ -154,10 +154,6 @@ class SlicePublisher:
         devices = self.devices
         if devices is None or not self._may_write:
             return None
-        if len(devices) > MAX_DEVICES:
-            raise GpumgrError(
-                f"this node has {len(devices)} GPUs, and a ResourceSlice can have {MAX_DEVICES} devices at most; set node.mode to plugin"
-            )
         async with self._writing:
             if not self._probed or self._loss is not None:
                 await self._probe()

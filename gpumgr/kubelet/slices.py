@@ -30,8 +30,6 @@ SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver no longer lists.
 LOST_TAINT: Final = f"{DRA_DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
-#: Kubernetes' limit for the number of devices in a slice, if a device has taints.
-MAX_DEVICES: Final = 64
 #: Kubernetes' limit for an attribute's string or version, in bytes.
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, minus the prefix of the probe's name.

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from gpumgr import __version__
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.gone_gpus import GoneGpus
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.maintenance import Maintenance
 from gpumgr.agent.pods import PodEnds, holders_of_other_mode
 from gpumgr.agent.ports import Checkpoint
 from gpumgr.agent.reconciler import Reconciler
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.agent.writer import Agent
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.log import set_level

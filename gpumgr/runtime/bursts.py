@@ -105,7 +105,7 @@ class Bursts:
         held = Counter[GpuName]()
         for place in self._above:
             held[place[1]] += self._memories[place].burst_bytes
-        await self._agent_state.set_burst({gpu: -(-size >> 20) for gpu, size in held.items() if size})
+        await self._agent_state.change_inventory(burst_mebibytes={gpu: -(-size >> 20) for gpu, size in held.items() if size})
         if limits:
             uses = {place: replace(use.containers[place], memory_limit_bytes=size) for place, size in limits.items()}
             shares, use = self._limited(shares), replace(use, containers={**use.containers, **uses})

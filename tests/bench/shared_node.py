@@ -16,8 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpumgr.agent.container_starts import tenant_of
-from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import PIDS, pack_pids

@@ -11,9 +11,8 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.ports import Finding, RunningContainer
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, RESOURCES, Process, Resource
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.checkpoint.tables import decode_allocation, encode_allocation

@@ -11,12 +11,11 @@ from typing import Any
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.ports import PodResources
 from gpumgr.agent.reconciler import Reconciler
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.errors import CheckpointError, CriError

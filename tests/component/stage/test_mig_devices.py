@@ -11,11 +11,10 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.reconciler import GAP_SECONDS
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.placement.evaluators.mig import amounts_of, place_named
 from gpumgr.placement.pods import NamedGpu

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gpumgr.agent.device_lists import SETTLE_SECONDS, DeviceListPublisher
+from gpumgr.agent.state import SETTLE_SECONDS, DeviceListPublisher
 from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.ids import ALL_CORES, RegisteredGpu
 from gpumgr.ledger.node import GpuDevices, NodeDevices

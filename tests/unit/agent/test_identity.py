@@ -359,7 +359,7 @@ async def test_a_refused_pod_is_not_the_next_caller(granted: int, away: bool) ->
     with pytest.raises(Refused, match="no space left"):
         await world.admit(first)
     world.in_flight, world.checkpoint.full, world.away = None, False, away
-    world.admission._spare_looks = 0
+    world.admission._spare_look_at = float("inf")
     before = {a.id for a in world.ledger.of(("team", "first"), first.uid)}
     await world.admit(second)
     assert {a.id for a in world.ledger.of(("team", "first"), first.uid)} <= before

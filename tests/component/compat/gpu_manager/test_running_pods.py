@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.admission import Admission
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.pods import PodEnds
 from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.errors import CheckpointError, KubeletError
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.compat.gpu_manager.running_pods import TakeOver

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from gpumgr.agent.claims import ClaimReader, NodeClaims
 from gpumgr.agent.container_starts import ContainerStarts
-from gpumgr.agent.device_lists import DeviceListPublisher
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer

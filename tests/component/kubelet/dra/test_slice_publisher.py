@@ -285,20 +285,6 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
     )
 
 
-async def test_a_node_with_too_many_gpus_for_a_slice_is_reported_once(tmp_path: Path) -> None:
-    with capture_logs() as logs:
-        async with staged(tmp_path) as stage:
-            stage.publisher.offer(tuple(device(n) for n in range(65)))
-            stage.register(1)
-            await until(lambda: stage.publisher.state.error)
-            assert not stage.methods
-            most = tuple(device(n) for n in range(64))
-            stage.publisher.offer(most)
-            await stage.settled(*most)
-    (error,) = [each["error"] for each in logs if each["event"] == "slice_not_published"]
-    assert "this node has 65 GPUs, and a ResourceSlice can have 64 devices" in error
-
-
 async def test_the_api_server_comes_back(stage: Stage) -> None:
     await stage.sim.stop()
     stage.register(1)

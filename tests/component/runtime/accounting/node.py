@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from gpumgr.agent.device_lists import DeviceListPublisher
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Eviction, Finding, RunningContainer
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process, Resource
 from gpumgr.ledger.history import HistoryEntry

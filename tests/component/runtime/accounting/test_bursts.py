@@ -305,7 +305,7 @@ async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypa
     node = bursting()
     node.holds(T)
 
-    async def end(_mebibytes: Mapping[str, int]) -> None:
+    async def end(**_: object) -> None:
         """While the sample is evaluated."""
         node.frees("a")
 
@@ -313,7 +313,7 @@ async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypa
     await breathe()
     await node.sampled(uses(a=1200))
     await breathe()
-    monkeypatch.setattr(node.agent_state, "set_burst", end)
+    monkeypatch.setattr(node.agent_state, "change_inventory", end)
     await node.sampled(uses(a=1200))
     await start
 
