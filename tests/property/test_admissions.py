@@ -145,7 +145,7 @@ class Admissions(RuleBasedStateMachine):
         self.numbers += 2
         replicas = [world.pod(f"p{number}", *specs) for number in (self.numbers - 1, self.numbers)]
         for pod in replicas:
-            world.update_cache(pod)
+            world.tell(pod)
             # The kubelet lists a pod when its admission begins, so an answer in the first pod's admission does not show the second.
             if both_listed and failing_lists == 99:
                 world.active[pod.uid] = pod

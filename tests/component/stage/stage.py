@@ -177,6 +177,9 @@ class MemoryAgent:
         self.pods, self.checkpoint, self.runtime, self.clock = pods, checkpoint, runtime, clock
         self.limits, self.drift, self.share_mode = limits or unlimited(), Drift(), True
         self.wall_clock: Callable[[], float] = time.time
+        self.hami, self._numbers = HAMI, count(1)
+        #: UID -> the pod's annotations.
+        self.annotations: dict[str, Mapping[str, str]] = {}
         ids = count(1)
         self.new_id = lambda: f"{next(ids):016x}"
 
@@ -234,6 +237,38 @@ class MemoryAgent:
     def ledger(self) -> Ledger:
         return self.agent_state.ledger.check()
 
+    # -- pods
+
+    def pod(self, name: str, *containers: SimContainer) -> SimPod:
+        return SimPod(namespace="team", name=name, uid=f"uid-{next(self._numbers)}", containers=containers)
+
+    def view(self, pod: SimPod, phase: str = "Pending") -> PodView:
+        specs = tuple(
+            ContainerSpec(
+                name=c.name,
+                kind=c.kind,
+                cores=c.cores,
+                memory_blocks=c.memory_blocks,
+                replicas=replica_request(c.limits, self.hami, parse_quantity),
+            )
+            for c in pod.admission_order
+        )
+        return PodView(
+            namespace=pod.namespace,
+            name=pod.name,
+            uid=pod.uid,
+            phase=phase,
+            created_at=float(pod.uid.removeprefix("uid-")),
+            containers=specs,
+            **selected(self.annotations.get(pod.uid, {})),
+        )
+
+    def tell(self, pod: SimPod, phase: str = "Pending") -> None:
+        """The API server's cache has the pod so."""
+        self.pods.views[pod.namespace, pod.name] = self.view(pod, phase)
+
+    # -- what the agent's parts call
+
     def publish(self, node_devices: NodeDevices) -> None:
         """The devices for the kubelet."""
 
@@ -257,8 +292,6 @@ class Stage(MemoryAgent):
         super().__init__(checkpoint=MemoryCheckpoint(), clock=Clock(running=True), runtime=MemoryRuntime(self._running), **parts)
         self.kubelet, self.hami = kubelet, hami
         self.devices: dict[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
-        self._uids = count(1)
-        self._annotations: dict[str, Mapping[str, str]] = {}
 
     def _running(self) -> list[SimPod]:
         return [pod for pod in self.kubelet.pods() if self.kubelet.statuses[pod.uid].phase == "Running"]
@@ -271,46 +304,18 @@ class Stage(MemoryAgent):
         return await stored_nodes(self.kubelet.plugin_folder, allocation)
 
     def pod(
-        self,
-        name: str,
-        *containers: SimContainer,
-        known: bool = True,
-        created_at: float | None = None,
-        annotations: Mapping[str, str] | None = None,
+        self, name: str, *containers: SimContainer, known: bool = True, annotations: Mapping[str, str] | None = None
     ) -> SimPod:
         """A pod bound to this node; `known`: the API server's cache has it."""
-        number = next(self._uids)
-        pod = SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
-        self._annotations[pod.uid] = annotations or {}
+        pod = super().pod(name, *containers)
+        self.annotations[pod.uid] = annotations or {}
         if known:
-            self.tell(pod, created_at=created_at or float(number))
+            self.tell(pod)
         return pod
-
-    def tell(self, pod: SimPod, phase: str = "Pending", created_at: float = 0.0) -> None:
-        specs = tuple(
-            ContainerSpec(
-                name=c.name,
-                kind=c.kind,
-                cores=c.cores,
-                memory_blocks=c.memory_blocks,
-                replicas=replica_request(c.limits, self.hami, parse_quantity),
-            )
-            for c in pod.admission_order
-        )
-        view = PodView(
-            namespace=pod.namespace,
-            name=pod.name,
-            uid=pod.uid,
-            phase=phase,
-            created_at=created_at,
-            containers=specs,
-            **selected(self._annotations.get(pod.uid, {})),
-        )
-        self.pods.views[view.key] = view
 
     async def run(self, pod: SimPod) -> PodStatus:
         status = await self.kubelet.run(pod)
-        self.tell(pod, phase=status.phase)
+        self.tell(pod, status.phase)
         return status
 
     async def run_all(self, *pods: SimPod) -> None:

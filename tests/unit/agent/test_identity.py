@@ -60,13 +60,13 @@ async def test_an_earlier_incarnation_in_the_cache_does_not_affect_the_present_o
     """The cache still says Failed of the name's earlier life while the new one is admitted and runs."""
     world = await World.made(known=False)
     old = world.pod("web-0", app(20, 2))
-    world.update_cache(old, "Failed")
+    world.tell(old, "Failed")
     new = await world.run(world.pod("web-0", app(50, 4)))
     for _ in range(4):
         await world.sweep(2)
     world.check_ids()
     world.check_places()
-    world.update_cache(new, "Running")
+    world.tell(new, "Running")
     await world.sweep()
     assert {a.uid for a in world.ledger.allocations.values()} == {new.uid}
 
@@ -155,7 +155,7 @@ async def test_ids_without_a_preference_belong_to_the_pod_that_list_shows() -> N
     world = await World.made(snapshot(2, 16, numa=True), align=best_effort)
     await world.run(world.pod("first", app(50, 8)))
     older, younger = world.pod("older", app(50, 8)), world.pod("younger", app(50, 8))
-    world.update_cache(older)
+    world.tell(older)
     await world.admit(younger)
     world.check_names()
     await world.admit(older)
@@ -201,7 +201,7 @@ async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(
         await world.admit(earlier)
         assert await world.admission.list_pods()
     world.end(earlier)
-    world.update_cache(earlier, "Succeeded")
+    world.tell(earlier, "Succeeded")
     await world.admit(world.pod("web-0", init(30, 4)))
     await world.admit(world.pod("after", app(10, 4)))
     found = [(a.pod, a.cores, block_count(a)) for a in world.ledger.allocations.values()]
@@ -234,7 +234,7 @@ async def test_without_podresources_the_only_pod_that_waits_is_the_caller() -> N
     world = await World.made()
     world.away = True
     other = world.pod("other", app(30, 5))
-    world.update_cache(other)
+    world.tell(other)
     pods = [await world.run(world.pod(f"p{number}", app(20, 3))) for number in range(3)]
     world.check_names()
     assert len(pods) == len(world.ledger.allocations)
@@ -250,7 +250,7 @@ def test_of_several_pods_that_wait_none_is_guessed(order: str, numa: bool) -> No
         await world.run(world.pod("first", app(50, 8)))
         world.clock.now += 2
         older, younger = world.pod("web-0", app(50, 8)), world.pod("web-1", app(50, 8))
-        world.update_cache(older)
+        world.tell(older)
         world.away = True
         before = world.clock.now
         with pytest.raises(
@@ -274,7 +274,7 @@ def test_a_call_that_waits_for_the_list_delays_nothing_else(numa: bool) -> None:
         await world.run(world.pod("first", app(50, 8)))
         world.clock.now += 2
         older, younger = world.pod("web-0", app(50, 8)), world.pod("web-1", app(50, 8))
-        world.update_cache(older)
+        world.tell(older)
         world.away = True
         waiting = asyncio.create_task(world.admit(younger))
         await asyncio.sleep(1)
@@ -297,7 +297,7 @@ def test_a_pod_that_waits_for_the_list_remains_the_one_of_the_last_call(monkeypa
     async def scenario(world: World) -> None:
         await world.run(world.pod("first", app(50, 8)))
         world.clock.now += 2
-        world.update_cache(world.pod("other", app(30, 8)))
+        world.tell(world.pod("other", app(30, 8)))
         granted = world.admission.granted
 
         def then_fails(caller: Caller, allocation: Allocation) -> None:
@@ -324,7 +324,7 @@ def test_a_call_that_a_restarted_kubelet_has_given_up_is_not_decided() -> None:
     async def scenario(world: World) -> None:
         pods = [world.pod(name, app(50, 8)) for name in ("web-0", "web-1")]
         for pod in pods:
-            world.update_cache(pod)
+            world.tell(pod)
         world.away = True
         available = world.ledger.gpu_registry.ids["core"]["00000000"]
         given_up = asyncio.create_task(world.agent.prefer("core", available, (), 50))
@@ -349,7 +349,7 @@ async def test_a_refused_pod_is_not_the_next_caller(granted: int, away: bool) ->
     """The cache shows it as Pending after its refusal, and does not have the next pod, which requests the same."""
     world = await World.made(known=False)
     first, second = (world.pod(name, app(20, 3, "one"), app(20, 3, "two")) for name in ("first", "second"))
-    world.update_cache(first)
+    world.tell(first)
     calls = iter(range(4))
 
     def fill() -> None:

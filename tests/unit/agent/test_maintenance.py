@@ -276,7 +276,7 @@ async def test_a_container_without_a_known_pod_is_not_evicted_and_reported(bench
     bench.world.end(pod, None)
     answer = await bench.maintain("drain", evict=True)
     assert (answer["evicting"], answer["not_evicted"]) == ([], [f"pod uid {pod.uid} (main): its pod is not known"])
-    bench.world.update_cache(pod, "Running")
+    bench.world.tell(pod, "Running")
     await bench.maintenance.evict_again()
     assert [name for name, _, _ in bench.evicted] == [("team", "first")]
 

@@ -36,7 +36,7 @@ async def world() -> World:
 async def test_no_list_call_is_made_during_an_allocate(world: World) -> None:
     ids = list(world.kubelet.healthy["tencent.com/vcuda-core"])
     pod = world.pod("a", app(20, 2))
-    world.update_cache(pod)
+    world.tell(pod)
     world.active[pod.uid] = pod
     await world.agent.prefer("core", ids, [], 20)
     looks = world.lists
@@ -94,7 +94,7 @@ async def test_a_pod_that_ends_while_the_list_stays_the_same_is_noticed(monkeypa
     listing = world.listing()
     monkeypatch.setattr(world, "listing", lambda: listing)
     await world.sweep()
-    world.update_cache(first, "Succeeded")
+    world.tell(first, "Succeeded")
     await world.sweep()
     assert {a.uid for a in world.ledger.allocations.values()} == {second.uid}
 
@@ -212,7 +212,7 @@ async def test_pods_of_gpu_manager_keep_their_gpus_until_they_end() -> None:
     world = await migrated(SHARE)
     old = SimPod(namespace="team", name="old", uid="uid-900", containers=(app(60, 10),))
     world.active[old.uid] = old
-    world.update_cache(old)
+    world.tell(old)
     async with world.agent_state.lock:
         await world.reconciler.name({"uid-900": ("team", "old")})
     for number in range(2):

@@ -5,7 +5,6 @@ import selectors
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,11 +20,11 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
-from gpumgr.placement.pods import ContainerSpec, Listing, PodKey, PodView
+from gpumgr.placement.pods import Listing, PodKey, PodView
 from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
-from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError, SimPod
+from gpumgr.sim.kubelet_pods import SimKubeletError, SimPod
 from tests.component.stage.stage import Clock, MemoryAgent, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 from tests.listings import listing_from
 
@@ -192,7 +191,6 @@ class World(MemoryAgent):
         self.lists = 0
         self._host = HostPaths(exists=lambda _path: True, allocation_dir=str(folder))
         self.share_mode, self.wall_clock = share_mode, lambda: self.wall
-        self._numbers = count(1)
         self.build(ledger or Ledger(), _PodResources(self), self._host)
 
     async def make_room(self, allocation: Allocation) -> None:
@@ -288,31 +286,20 @@ class World(MemoryAgent):
 
     # -- pods --------------------------------------------------------------------------------------------------------------
 
-    def pod(self, name: str, *containers: SimContainer) -> SimPod:
-        number = next(self._numbers)
-        return SimPod(namespace="team", name=name, uid=f"uid-{number}", containers=containers)
-
     def view(self, pod: SimPod, phase: str = "Pending") -> PodView:
-        specs = tuple(
-            ContainerSpec(name=c.name, kind=c.kind, cores=c.cores, memory_blocks=c.memory_blocks) for c in pod.admission_order
-        )
-        number = float(pod.uid.removeprefix("uid-"))
-        view = PodView(namespace=pod.namespace, name=pod.name, uid=pod.uid, phase=phase, created_at=number, containers=specs)
+        view = super().view(pod, phase)
         gpu = self.placed.get(pod.name)
         if gpu is None:
             return view
         uuid = self.node.gpus[gpu].uuid
-        return replace(view, placed=tuple((c.name, ((uuid, Amounts(c.cores, c.memory_blocks * 256)),)) for c in specs))
-
-    def update_cache(self, pod: SimPod, phase: str = "Pending") -> None:
-        self.pods.views[pod.namespace, pod.name] = self.view(pod, phase)
+        return replace(view, placed=tuple((c.name, ((uuid, Amounts(c.cores, c.memory_blocks * 256)),)) for c in view.containers))
 
     async def admit(self, pod: SimPod) -> None:
         """Raises Refused; the pod is over then."""
         if self.known == "late":
             self.pods.coming[pod.namespace, pod.name] = self.view(pod)
         elif self.known:
-            self.update_cache(pod)
+            self.tell(pod)
         self.active[pod.uid] = pod
         try:
             for container in pod.admission_order:
@@ -321,12 +308,12 @@ class World(MemoryAgent):
             del self.active[pod.uid]
             if self.known:
                 self.pods.coming.pop((pod.namespace, pod.name), None)
-                self.update_cache(pod, "Failed")
+                self.tell(pod, "Failed")
             raise Refused(str(error)) from error
         self.sandboxes[pod.uid] = pod
         if (pod.namespace, pod.name) in self.pods.coming:
             del self.pods.coming[pod.namespace, pod.name]
-            self.update_cache(pod)
+            self.tell(pod)
 
     async def start(self, pod: SimPod) -> None:
         """All containers start, a while after their admission. Raises SimKubeletError."""
@@ -355,7 +342,7 @@ class World(MemoryAgent):
             if phase is None:
                 del self.pods.views[key]
             else:
-                self.update_cache(pod, phase)
+                self.tell(pod, phase)
 
     async def sweep(self, seconds: float = 1.0) -> None:
         self.clock.now += seconds
