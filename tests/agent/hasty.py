@@ -11,6 +11,8 @@ from gpumgr.cli import main
 from gpumgr.compat.gpu_manager import running_pods
 from gpumgr.driver.monitor import Monitor
 from gpumgr.kube.publisher import node_reporter, objects
+from gpumgr.kubelet import dra_registration, dra_side
+from gpumgr.kubelet.dra_service import DraPlugin
 from gpumgr.node import components, lifecycle
 
 _SECONDS: Final = 0.5
@@ -24,5 +26,7 @@ if __name__ == "__main__":
     vars(objects)["_CONDITION_SECONDS"] = _SECONDS
     vars(node_reporter)["PATIENCE_SECONDS"] = _SECONDS
     vars(lifecycle)["FIRST_SNAPSHOT_SECONDS"] = _ANSWER_SECONDS
+    vars(dra_side)["RECLAIM_SECONDS"] = _ANSWER_SECONDS
+    vars(dra_registration)["DraPlugin"] = partial(DraPlugin, wait_seconds=_ANSWER_SECONDS)
     vars(components)["Monitor"] = partial(Monitor, retry_seconds=(_SECONDS, _SECONDS))
     main()

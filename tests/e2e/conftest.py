@@ -11,6 +11,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+from tests.component.enforcement.limiter.harness import compile_all
+from tests.once import made_once
+
 from .agent import Agent
 from .cluster import Cluster
 from .node import Node, cleared
@@ -88,6 +91,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         kept = Path(os.environ.get("GPUMGR_E2E_LOGS") or tmp_path_factory.mktemp("cluster-logs"))
         cluster.keep_logs(kept)
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def limiter_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake driver and the CUDA program of the limiter's tests, compiled once for both processes."""
+    return made_once(tmp_path_factory, "limiter", compile_all)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ import shutil
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
 
 import pytest
 import yaml
@@ -283,11 +285,11 @@ def test_a_claim_that_api_server_and_kubelet_have_lost_is_freed(hasty: DraNode) 
     try:
         node.cluster.delete(["leaked"], grace=0)
         wait_until("the claim gone", lambda: not node.cluster.api.request("GET", CLAIMS)["items"])
+        assert node.agent.ledger(), "without the kubelet nothing is freed"
         RECORD.unlink()
         shutil.rmtree(KUBELET_ROOT / "pods" / pods["leaked"]["metadata"]["uid"])
     finally:
         node.cluster.start_kubelet()
-    assert node.agent.ledger()
     wait_until("another slice", lambda: bool({each["metadata"]["uid"] for each in node.slices()} - {before["metadata"]["uid"]}))
     wait_until("the leaked claim freed", lambda: not node.agent.ledger(), 120, every=0.5)
     assert any(line["event"] == "claim_reclaimed" for line in node.agent.log())
@@ -335,7 +337,7 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
         saved = node.ledger_of(prepare)
         assert bool(saved) == (prepare in SAVED)
         node.agent.start(wait=False, dies_at=unprepare)
-        node.wait_running([prepare])
+        nudge(node, prepare, partial(is_running, node, prepare))
         held = node.ledger_of(prepare)
         assert len(held) == 1
         assert saved in ([], held)
@@ -352,13 +354,28 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
 
 
 def wait_unprepared(node: DraNode, former: str) -> None:
-    """Waits until this pod is gone ("": there is none). Its Unprepare had no answer: the kubelet repeats the call after 10 to 15 s, or when
-    the pod changes."""
+    """Waits until this pod is gone ("": there is none). Its Unprepare had no answer."""
     if former:
-        wait_until("the agent registered", node.agent.is_ready, every=0.1)
+        nudge(node, former, lambda: former not in node.cluster.pods.all())
+
+
+def is_running(node: DraNode, name: str) -> bool:
+    return node.count(node.cluster.pods.all(), [name], "Running") == 1
+
+
+def nudge(node: DraNode, name: str, condition: Callable[[], bool]) -> None:
+    """Changes the pod until the condition holds: the kubelet repeats a call without an answer then, else after 10 to 90 s."""
+    changes = count()
+
+    def holds() -> bool:
+        if condition():
+            return True
         with suppress(ApiError):  # it is gone
-            node.cluster.api.request("PATCH", f"{PODS}/{former}", {"metadata": {"annotations": {"tried": "again"}}})
-        node.cluster.wait_gone([former])
+            node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(next(changes))}}})
+        return False
+
+    wait_until("the agent registered", node.agent.is_ready, every=0.1)
+    wait_until(f"the call for {name} repeated", holds, 120, every=0.5)
 
 
 def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpumgr.sim.nodes import load_node
-from tests.component.enforcement.limiter.harness import Node, compile_all
+from tests.component.enforcement.limiter.harness import Node
 from tests.hardware import suspend
 from tests.hardware.bare import ROOT
 from tests.hardware.measure import TORCH_ALLOCATORS, TORCH_LOADS
@@ -105,11 +105,12 @@ def test_a_mechanism_that_can_not_be_used_is_a_failure_with_its_reason(fake: Pat
 
 
 @pytest.mark.parametrize(("failures", "status", "said"), [("", 0, ""), ("restore 0 999\n", 1, "agent, restore")])
-def test_a_suspension_is_measured_until_a_step_fails(failures: str, status: int, said: str, tmp_path: Path) -> None:
-    compile_all(tmp_path)
-    node = Node(tmp_path, tmp_path)
+def test_a_suspension_is_measured_until_a_step_fails(
+    failures: str, status: int, said: str, tmp_path: Path, limiter_programs: Path
+) -> None:
+    node = Node(limiter_programs, tmp_path)
     node.fail_steps(failures)
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "FAKE_GPU": str(tmp_path / "gpu")}
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(limiter_programs), "FAKE_GPU": str(tmp_path / "gpu")}
     command = [sys.executable, "-m", "tests.hardware.suspend", "2:2", "3:1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert done.returncode == status, done.stderr

@@ -1,6 +1,7 @@
 """Backend limiter in real containers: CUDA programs on a fake GPU, with the library that the agent put into the container."""
 
 import json
+import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpumgr.sim.control import SimProcess
-from tests.component.enforcement.limiter.harness import compile_all
 
 from .agent import Agent
 from .api import NAMESPACE
@@ -30,10 +30,9 @@ CHECKPOINTS = STATE / "checkpoints"
 
 
 @pytest.fixture(scope="module")
-def limiter_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
-    for folder in (FAKE, CHECKPOINTS):
-        folder.mkdir(parents=True, exist_ok=True)
-    compile_all(FAKE)
+def limiter_node(cluster: Cluster, running_agent: Agent, limiter_programs: Path) -> Iterator[Node]:
+    shutil.copytree(limiter_programs, FAKE, dirs_exist_ok=True)
+    CHECKPOINTS.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).parents[1] / "data/suspend/cuda.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", CHECKPOINTS / "libcuda.so.1", source], check=True)
     settings: dict[str, dict[str, object]] = {
@@ -109,7 +108,7 @@ def test_a_container_is_limited_and_sees_its_share(node: Node) -> None:
     assert answers(node, "greedy")[1:] == [[2, LIMIT, 0], [0, 0, LIMIT]]
     wait_until("an answer", lambda: [0, LIMIT - 1024 * MIB, LIMIT] in answers(node, "modest"))
     wait_until("time held", lambda: (row(node, "modest")["held_ratio"] or 0) != 0)
-    index, (pid, *_) = gpu_index(node, "modest"), [each for each in pids(node, "modest") if b"tenant" in cmdline(each)]
+    index, pid = gpu_index(node, "modest"), program_of(node, "modest")
     try:
         control().set_processes(index, [SimProcess(pid=pid, memory_bytes=1536 * MIB, sm_percent=10)])
         wait_until("what the driver uses beyond the count", lambda: answers(node, "modest")[-1] == [0, LIMIT - 1536 * MIB, LIMIT])
@@ -118,8 +117,10 @@ def test_a_container_is_limited_and_sees_its_share(node: Node) -> None:
     assert not node.events("modest", "GpuLimitTampered") + node.events("modest", "GpuLimitBypassed")
 
 
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+def program_of(node: Node, name: str) -> int:
+    """The host's pid of the pod's CUDA program; its shells have no library."""
+    (found,) = [pid for pid in pids(node, name) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/fake/tenant\0")]
+    return found
 
 
 def test_limits_outlive_the_agent(node: Node) -> None:
@@ -150,7 +151,7 @@ def test_a_burst_takes_what_is_free_and_gives_way_to_the_next_container(node: No
     assert sum(taken) == limit, "each attempt ended out of memory, at the limit of that time"
     assert (row(node, "greedy")["memory_bytes"], row(node, "greedy")["memory_limit_bytes"]) == (LIMIT, limit)
     offer = node.agent.offer[MEMORY]
-    index, (pid, *_) = gpu_index(node, "greedy"), [each for each in pids(node, "greedy") if b"tenant" in cmdline(each)]
+    index, pid = gpu_index(node, "greedy"), program_of(node, "greedy")
     try:
         control().set_processes(index, [SimProcess(pid=pid, memory_bytes=limit, sm_percent=10)])
         node.wait_offered({MEMORY: offer - 8})
@@ -194,7 +195,7 @@ def test_a_pod_is_resized_up_and_down_while_it_runs(node: Node) -> None:
     assert resize(node, "resized", "--cores", "10", "--memory", "2048")[0] == 0
     wait_until("a smaller GPU", lambda: [0, 1024 * MIB, 2048 * MIB] in answers(node, "resized"))
     node.wait_offered(offer)
-    index, (pid, *_) = gpu_index(node, "resized"), [each for each in pids(node, "resized") if b"tenant" in cmdline(each)]
+    index, pid = gpu_index(node, "resized"), program_of(node, "resized")
     try:
         control().set_processes(index, [SimProcess(pid=pid, memory_bytes=1536 * MIB, sm_percent=10)])
         wait_until("its use", lambda: row(node, "resized")["memory_used_bytes"] == 1536 * MIB)
@@ -228,7 +229,7 @@ def test_a_pod_is_suspended_by_command_and_resumed_by_its_call_of_cuda(node: Nod
     (FAKE / "go").unlink(missing_ok=True)
     node.run([cuda("sleeper", WAITS)])
     wait_until("its memory", lambda: len(answers(node, "sleeper")) == 2)
-    index, (pid, *_) = gpu_index(node, "sleeper"), [each for each in pids(node, "sleeper") if b"tenant" in cmdline(each)]
+    index, pid = gpu_index(node, "sleeper"), program_of(node, "sleeper")
     state = CHECKPOINTS / str(pid)
     state.write_text("0")
     try:
