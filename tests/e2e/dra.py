@@ -13,45 +13,14 @@ from .api import PODS, ApiError
 from .cluster import Cluster
 from .manifests import SHOW, Json, container, gpu_pod, pod
 from .node import Node, cleared
-from .places import CDI_SPECS, KUBELET_ROOT, NODE
+from .places import CDI_SPECS, KUBELET_ROOT, NODE, PROJECT
 from .processes import wait_until
 from .test_claims import start_controller
 
 DRIVER = "gpu.gpumgr.io"
 RESOURCES = "/apis/resource.k8s.io/v1"
 CLAIMS = f"{RESOURCES}/namespaces/default/resourceclaims"
-CLASS: Json = {
-    "apiVersion": "resource.k8s.io/v1",
-    "kind": "DeviceClass",
-    "metadata": {"name": DRIVER},
-    "spec": {"selectors": [{"cel": {"expression": f'device.driver == "{DRIVER}"'}}]},
-}
-RIGHTS: Json = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRole",
-    "metadata": {"name": "gpumgr-dra"},
-    "rules": [
-        {
-            "apiGroups": ["resource.k8s.io"],
-            "resources": ["resourceslices"],
-            "verbs": ["get", "list", "watch", "create", "update", "delete"],
-        },
-        {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]},
-    ],
-}
-BINDING: Json = {
-    "apiVersion": "rbac.authorization.k8s.io/v1",
-    "kind": "ClusterRoleBinding",
-    "metadata": {"name": "gpumgr-dra"},
-    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "gpumgr-dra"},
-    "subjects": [{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "gpumgr"}],
-}
-OBJECTS = (
-    (f"{RESOURCES}/deviceclasses", CLASS),
-    ("/apis/rbac.authorization.k8s.io/v1/clusterroles", RIGHTS),
-    ("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", BINDING),
-)
+CLASSES = f"{RESOURCES}/deviceclasses"
 
 
 def template(name: str, *requests: Json) -> Json:
@@ -144,8 +113,7 @@ def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[st
     """The agent in mode dra, with further settings; an ordinary one again afterwards."""
     with cleared(cluster, agent):
         """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
-    for path, body in OBJECTS:
-        cluster.api.request("POST", path, body)
+    cluster.api.request("POST", CLASSES, yaml.safe_load((PROJECT / "config" / "dra" / "device-class.yaml").read_text()))
     cluster.start_controllers()
     agent.stop()
     agent.configure(
@@ -171,8 +139,7 @@ def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[st
         agent.stop()
         cluster.stop_controllers()
         agent.configure({})
-        for path, body in OBJECTS:
-            cluster.api.request("DELETE", f"{path}/{body['metadata']['name']}")
+        cluster.api.request("DELETE", f"{CLASSES}/{DRIVER}")
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def kubeconfig(server: str, authority: str, token: str) -> Json:
 def agent_rights() -> list[tuple[str, Json]]:
     """What the agent may do, as shipped, with the paths that the objects are posted to; here it is the user "gpumgr".
 
-    What is shipped as a comment, for who wants evictions, is taken in.
+    What is shipped as comments, for mode dra and for evictions, is taken in.
     """
     group = "rbac.authorization.k8s.io"
     base = f"/apis/{group}/v1"

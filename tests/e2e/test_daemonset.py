@@ -4,8 +4,6 @@ import contextlib
 import json
 import subprocess
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -374,103 +372,32 @@ WRONG_KUBELET: Final = {
 PREFLIGHT: Final = {"enabled": True, "extraArgs": ["--sim", SIM]}
 
 
-def status(agent: Installed, *, init: bool = False) -> Json:
-    """The state of the container in its newest pod: of the agent's, or the preflight's. Empty before the kubelet has reported it."""
-    statuses = agent.newest()["status"].get("initContainerStatuses" if init else "containerStatuses", [])
-    return statuses[0] if statuses else {}
-
-
-def last_words(agent: Installed, *, init: bool = False) -> Json:
-    """How the container ended: its exit code, and as message what `kubectl describe pod` shows. Waits until it has."""
+def last_words(agent: Installed) -> Json:
+    """How the preflight of its newest pod ended: the exit code, and as message what `kubectl describe pod` shows. Waits until it has."""
     ended: list[Json] = []
 
     def has_ended() -> bool:
-        found = status(agent, init=init)
-        ended[:] = [each["terminated"] for each in (found.get("state", {}), found.get("lastState", {})) if "terminated" in each]
+        pod = agent.only() or {}
+        statuses = pod.get("status", {}).get("initContainerStatuses", [])
+        states = [each.get(name, {}) for each in statuses for name in ("state", "lastState")]
+        ended[:] = [each["terminated"] for each in states if "terminated" in each]
         return bool(ended)
 
-    wait_until("the container's end", has_ended, 120)
+    wait_until("the preflight's end", has_ended, 120)
     return ended[0]
 
 
-def event(cluster: Cluster, agent: Installed, reason: str, wanted: str) -> str:
-    """The message of its newest pod's event with this reason that has the wanted words. Waits for it: others may come before, of a
-    probe that was earlier than the agent, or of a volume that the kubelet had not received yet."""
-    about = f"involvedObject.uid={agent.newest()['metadata']['uid']},reason={reason}"
-    messages: list[str] = []
-
-    def told() -> bool:
-        items = cluster.api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/events?fieldSelector={about}")["items"]
-        messages[:] = [str(each["message"]) for each in items]
-        return any(wanted in each for each in messages)
-
-    try:
-        wait_until(f"event {reason} with {wanted!r}", told, 120, every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}, but {messages}") from None
-    return next(each for each in messages if wanted in each)
-
-
-def doctor(agent: Installed) -> dict[str, tuple[str, str]]:
-    """What `gpumgr doctor` says in the agent's container: check -> its state, and message and remedy in one."""
-    command = ("gpumgr", "doctor", "--config", "/etc/gpumgr/gpumgr.yaml", "--sim", SIM, "--json")
-    try:
-        text = agent.run_inside(*command)
-    except subprocess.CalledProcessError as error:  # it found an error, or could not be run
-        text = error.stdout
-    return {each["check"]: (each["state"], f"{each['message']}; {each['remedy']}") for each in json.loads(text)}
-
-
-def lines(agent: Installed, event: str) -> list[dict[str, Any]]:
-    """The lines of this kind in its newest pod's log, all lives of the container together."""
-    return [line for line in agent.log() if line["event"] == event]
-
-
-def unready(agent: Installed) -> str:
-    """What its readiness probe says."""
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(f"http://127.0.0.1:{agent.port}/readyz", timeout=30)
-    with refused.value as answer:
-        return answer.read().decode()
-
-
-def trouble(cluster: Cluster) -> str:
-    """What `kubectl describe node` says of its GPUs."""
-    conditions = cluster.node()["status"]["conditions"]
-    return next((f"{each['reason']}: {each['message']}" for each in conditions if each["type"] == "GpuTrouble"), "")
-
-
-def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster: Cluster) -> None:
-    """The agent waits there, not ready and not restarted, and says so everywhere; pods that have GPUs run on. The preflight keeps such an
-    agent from starting, with the reason in its pod, and lets it start when that is mended."""
+def test_a_preflight_keeps_an_agent_from_a_folder_that_is_not_the_kubelets(
+    node: Node, agent: Installed, cluster: Cluster
+) -> None:
+    """Its pod has the reason, pods that have GPUs run on, and the agent starts when that is mended."""
     node.run([gpu_pod("share", 20, 20)])
     for each in ("plugins", "pods"):
         (ELSEWHERE / each).mkdir(parents=True, exist_ok=True)
     agent.configure(WRONG_KUBELET)
     try:
-        agent.apply(agent.objects())
-        wait_until("the next pod", lambda: agent.only() is not None, 120)
-        sockets = f"{ELSEWHERE}/plugins/kubelet.sock"
-        wait_until("both resources refused", lambda: len(lines(agent, "registration_failed")) == 2)
-        for line in lines(agent, "registration_failed"):
-            assert f"at {sockets}: the socket does not exist" in line["error"]
-            assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in line["remedy"]
-        event(cluster, agent, "Unhealthy", "statuscode: 503")
-        wait_until("a status", lambda: status(agent))
-        assert (status(agent)["ready"], status(agent)["restartCount"]) == (False, 0)
-        said = f"core is not registered with the kubelet: can't register tencent.com/vcuda-core at {sockets}"
-        wait_until("readyz with the reason", lambda: said in unready(agent))
-        found = doctor(agent)
-        assert found["kubelet"][0] == found["pod-resources"][0] == "error"
-        assert f"no process answers at {sockets} (No such file or directory); start the kubelet" in found["kubelet"][1]
-        assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in found["kubelet"][1]
-        assert f"at {ELSEWHERE}/pods/kubelet.sock: the socket does not exist" in found["pod-resources"][1]
-        wait_until("the node's trouble", lambda: sockets in trouble(cluster), every=0.3)
-        assert trouble(cluster).startswith("NotRegistered: ")
-        assert len(lines(agent, "registration_failed")) == 2
         agent.apply(agent.objects(preflight=PREFLIGHT))
-        wait_until("the pod with a preflight", lambda: status(agent, init=True), 120)
-        ended = last_words(agent, init=True)
+        ended = last_words(agent)
         assert ended["exitCode"] == 1
         *_, plugins, pods = ended["message"].splitlines()
         assert plugins.startswith(f"error    kubelet        no process answers at {ELSEWHERE}/plugins/kubelet.sock ")
@@ -478,10 +405,10 @@ def test_a_folder_that_is_not_the_kubelets(node: Node, agent: Installed, cluster
         described = cluster.kubectl("describe", "pod", agent.newest()["metadata"]["name"], f"--namespace={NAMESPACE}")
         assert plugins in described
         assert "set kubelet.device_plugin_dir to the folder of its kubelet.sock" in plugins
-        assert "running" not in status(agent)["state"]
+        assert "running" not in agent.newest()["status"]["containerStatuses"][0]["state"]
         agent.configure({})
         agent.start(preflight=PREFLIGHT)
-        assert last_words(agent, init=True)["exitCode"] == 0
+        assert last_words(agent)["exitCode"] == 0
         listens = f"ok       kubelet        listens at {DEVICE_PLUGINS}/kubelet.sock"
         wait_until("the preflight's finding in the log", lambda: listens in agent.log_text())
     finally:

@@ -52,22 +52,6 @@ def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None
     assert told["tencent.com/predicate-time"].isdecimal()
 
 
-def test_policies_and_constraints_lead_to_the_predicted_gpus(pods: Scheduled) -> None:
-    def place(name: str, cores: int, key: str, text: str, **spec: Any) -> tuple[str, list[list[str]]]:
-        return pods.place(name, (cores, 16), annotations={key: text}, **spec)
-
-    on_c = {"nodeSelector": {"kubernetes.io/hostname": "api-c"}}
-    assert place("topology", 200, "gpumgr.io/policy", "topology") == ("api-b", [[uuid("api-b", 0), uuid("api-b", 2)]])
-    assert place("numa", 200, "gpumgr.io/same-numa-node", "true", **on_c) == ("api-c", [[uuid("api-c", 0), uuid("api-c", 1)]])
-    assert place("model", 30, "gpumgr.io/use-gpu-model", "h100") == ("api-c", [[uuid("api-c", 2)]])
-    assert place("hami", 30, "nvidia.com/use-gpuuuid", uuid("api-c", 3)) == ("api-c", [[uuid("api-c", 3)]])
-    assert place("spread", 30, "gpumgr.io/policy", "spread") == ("api-a", [[uuid("api-a", 0)]])
-    pods.create("no-model", (30, 16), annotations={"gpumgr.io/use-gpu-model": "V100"})
-    pods.create("no-policy", (30, 16), annotations={"gpumgr.io/policy": "packed"})
-    assert "1 for the 3 nodes with enough in total: 3 have no GPU of model V100, " in pods.rejection("no-model")
-    assert "1 annotation gpumgr.io/policy: 'packed' is no policy; use least-fragmentation, " in pods.rejection("no-policy")
-
-
 def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods: Scheduled) -> None:
     """The sum of every node is large enough, so kube-scheduler alone would bind the pod."""
     for name, count in COUNTS.items():
