@@ -1,9 +1,10 @@
 """What commands know of this node: the documents of its running agent, by HTTP and JSON over its unix socket. Without an agent, `gpumgr
-usage`, `why` and `history` get documents that are made from its checkpoint, and what only a running agent knows is null.
+usage`, `why` and `history` get documents that are made from its checkpoint, and what only a running agent knows is null. Also the names and
+the health of its GPUs in words.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
@@ -17,10 +18,11 @@ from gpumgr.agent.api import GpuRow, decode_cordons, to_json_data
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
-from gpumgr.cli.formats import cleaned, clock_time, printable
+from gpumgr.cli.formats import cleaned, clock_time, gibibytes, printable
 from gpumgr.cli.options import AgentLocation
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
+from gpumgr.common.units import GpuName
 from gpumgr.ledger.checkpoint.store import NAME, read_checkpoint
 from gpumgr.ledger.history import HISTORY_ENTRIES
 from gpumgr.placement.pods import PodKey
@@ -206,3 +208,76 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
         pod=to_json_data(replace(details, gpus=known(details.gpus))) if details else None,
         entries=[msgspec.to_builtins(entry) for entry in (entries_of(loaded.ledger, history, pod) if pod else history)],
     )
+
+
+# -- GPUs in words. The texts of a `GpuRow` from `decoded` have no control characters ----------------------------------------
+
+#: The table cells for the reasons of gpumgr.agent.node_report.NodeReport.unschedulable that users might not understand.
+_REASONS: Final = {
+    "xid": "XID error",
+    "ecc": "ECC errors",
+    "reset": "needs reset",
+    "hang": "driver hangs",
+    "nvml_down": "no driver",
+    "mig": "in MIG mode",
+    "operator": "held",
+    "quarantine": "quarantined",
+    "other": "unhealthy",
+}
+
+
+class GpuLabels(msgspec.Struct, frozen=True):
+    """The known GPUs in the order of NVML's index (None: not known)."""
+
+    indices: Mapping[GpuName, int | None]
+
+    def short(self, gpu: GpuName) -> str:
+        """For a table: the index, or else the name."""
+        index = self.indices.get(gpu)
+        return gpu if index is None else str(index)
+
+    def label(self, gpu: GpuName) -> str:
+        """For a sentence: "GPU3", or else "GPU 1f2e3d4c"."""
+        index = self.indices.get(gpu)
+        return f"GPU {gpu}" if index is None else f"GPU{index}"
+
+    def labels(self, gpus: Iterable[GpuName]) -> str:
+        return ", ".join(map(self.label, gpus))
+
+
+def gpus_of(rows: Iterable[GpuRow]) -> GpuLabels:
+    ordered = sorted(rows, key=lambda row: (row.index is None, row.index or 0, row.name))
+    return GpuLabels({row.name: row.index for row in ordered})
+
+
+def gpu_status(row: GpuRow) -> str:
+    """Health and cordon in a word or two; "-": not known."""
+    cordon = "" if row.cordon is None else "draining" if row.cordon.draining else "cordoned"
+    if row.healthy is None:
+        return cordon or "-"
+    if row.healthy:
+        return cordon or "healthy"
+    if cordon and row.reason in (None, "operator"):
+        return cordon
+    reason = _REASONS.get(row.reason or "other", row.reason or "")
+    return f"{cordon}, {reason}" if cordon else reason
+
+
+def excess_sentence(row: GpuRow, label: str) -> str | None:
+    """By how much the memory limits of the GPU's containers exceed its memory; None: not at all, or not known."""
+    if not row.limits_excess_bytes:
+        return None
+    return f"the memory limits of the containers on {label} exceed its memory by {gibibytes(row.limits_excess_bytes)} GiB"
+
+
+def gpu_sentences(row: GpuRow, label: str) -> list[str]:
+    """Sentences about the GPU's cordon, and why it is unhealthy; empty for a healthy GPU in service. `label` is its name in the
+    sentences."""
+    sentences = []
+    if row.cordon is not None:
+        verb = "is being drained" if row.cordon.draining else "is cordoned"
+        because = f": {row.cordon.reason}" if row.cordon.reason else ""
+        sentences.append(f"{label} {verb} since {clock_time(row.cordon.since)}{because}")
+    if row.healthy is False and row.message and not (row.cordon and row.reason == "operator"):
+        sentences.append(f"{label} takes nothing new: {row.message}")
+    return sentences

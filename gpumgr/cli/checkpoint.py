@@ -10,10 +10,9 @@ from msgspec.structs import asdict
 from rich.table import Table
 from rich.text import Text
 
-from gpumgr.cli.formats import printable
+from gpumgr.cli.formats import open_table, printable
+from gpumgr.cli.formats import show as show_table
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
-from gpumgr.cli.tables import open_table
-from gpumgr.cli.tables import show as show_table
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import count_text
 from gpumgr.ledger.checkpoint.store import read_checkpoint

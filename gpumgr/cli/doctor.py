@@ -14,8 +14,8 @@ from msgspec.structs import asdict, replace
 from rich.text import Text
 
 from gpumgr.cli.examination import LIMIT_SECONDS, Check, Report, api_server, enforcement, examine, folders, gpus, peers
+from gpumgr.cli.formats import open_table, show
 from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
-from gpumgr.cli.tables import open_table, show
 from gpumgr.cli.topology import hardware_of
 from gpumgr.common.log import configure_log
 from gpumgr.driver import Hardware

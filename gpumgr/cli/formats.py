@@ -1,4 +1,4 @@
-"""Values as text: numbers, the mechanisms that limit a share, and untrusted names, reasons and messages.
+"""Values as text: numbers, the mechanisms that limit a share, untrusted names, reasons and messages; and the tables of all commands.
 
 Not every text is safe to print: Kubernetes restricts the names of pods, but a damaged checkpoint, or the reason that an operator gave, can
 contain anything. Characters with an effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes:
@@ -6,11 +6,18 @@ contain anything. Characters with an effect on a terminal (escape sequences, lin
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from gpumgr.common.units import BLOCK_BYTES, count_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 
 def printable(text: str) -> str:
@@ -76,3 +83,41 @@ def limits_sentence(mechanisms: Sequence[str]) -> str:
     if names := limiting(mechanisms):
         return f"kept within its share by {' and '.join(names)}"
     return f"nothing keeps it within its share{' (mps-open: it is exempt)' if 'mps-open' in mechanisms else ''}"
+
+
+# -- tables: without ruled lines, in colours on a terminal, and as plain text elsewhere ----------------------------------------
+
+#: The width for plain text, so large that nothing is folded or cut.
+UNBOUNDED: Final = 100_000
+#: The least width of a table: on a narrower terminal its lines wrap, since columns of names would have no space.
+MIN_WIDTH: Final = 80
+
+
+def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
+    """A table with these columns: heading, and whether the column has numbers, which are right-aligned and never cut."""
+    from rich.table import Table  # imported here and below, since the agent needs only `printable`
+
+    table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
+    for heading, number in columns:
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def plain_text(content: "RenderableType", *, width: int = UNBOUNDED) -> str:
+    """The content as text without colours, and without blanks at the ends of lines."""
+    from rich.console import Console
+
+    console = Console(width=width, highlight=False, force_terminal=False, color_system=None)
+    with console.capture() as printed:
+        console.print(content)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
+
+def show(content: "RenderableType") -> None:
+    """Prints the content in the width of the terminal, or without a terminal as plain text, one line for each row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(width=max(Console().width, MIN_WIDTH), highlight=False).print(content)
+    else:
+        click.echo(plain_text(content))

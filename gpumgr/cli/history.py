@@ -11,9 +11,18 @@ from typing import Final, Literal
 import click
 
 from gpumgr.agent.api import NodeState
-from gpumgr.cli.agent_client import STATE, AgentClient, Document, decoded, read_entries_of, read_node, report_unavailable
+from gpumgr.cli.agent_client import (
+    STATE,
+    AgentClient,
+    Document,
+    GpuLabels,
+    decoded,
+    gpus_of,
+    read_entries_of,
+    read_node,
+    report_unavailable,
+)
 from gpumgr.cli.formats import clock_time, json_line, printable
-from gpumgr.cli.gpu_labels import GpuLabels, gpus_of
 from gpumgr.cli.options import AgentLocation, ExitingCommand, PodName, agent_options
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import count_text

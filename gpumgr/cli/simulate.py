@@ -248,7 +248,7 @@ def text_table(rows: Iterable[Sequence[str]]) -> str:
     # Imported here, since each worker process of the simulations imports this module.
     from rich.text import Text
 
-    from gpumgr.cli.tables import open_table, plain_text
+    from gpumgr.cli.formats import open_table, plain_text
 
     header, *others = rows
     table = open_table(*((title, False) for title in header))

@@ -19,11 +19,19 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRow, GpuRow, NodeState
-from gpumgr.cli.agent_client import STATE, AgentClient, decoded, read_node
-from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, percent
-from gpumgr.cli.gpu_labels import GpuLabels, excess_sentence, gpu_sentences, gpu_status, gpus_of
+from gpumgr.cli.agent_client import (
+    STATE,
+    AgentClient,
+    GpuLabels,
+    decoded,
+    excess_sentence,
+    gpu_sentences,
+    gpu_status,
+    gpus_of,
+    read_node,
+)
+from gpumgr.cli.formats import UNKNOWN, clock_time, gibibytes, json_line, limiting, open_table, percent, show
 from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, output_option
-from gpumgr.cli.tables import open_table, show
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 

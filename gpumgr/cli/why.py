@@ -11,9 +11,19 @@ import click
 from rich.text import Text
 
 from gpumgr.agent.api import ContainerRequest, ContainerRow, NodeState, PodDetails
-from gpumgr.cli.agent_client import decoded, read_node
-from gpumgr.cli.formats import blocks, clock_time, gibibytes, json_line, limits_sentence, memory_text, percent, printable
-from gpumgr.cli.gpu_labels import GpuLabels, gpu_sentences, gpus_of
+from gpumgr.cli.agent_client import GpuLabels, decoded, gpu_sentences, gpus_of, read_node
+from gpumgr.cli.formats import (
+    blocks,
+    clock_time,
+    gibibytes,
+    json_line,
+    limits_sentence,
+    memory_text,
+    open_table,
+    percent,
+    plain_text,
+    printable,
+)
 from gpumgr.cli.options import (
     AgentLocation,
     ExitingCommand,
@@ -23,7 +33,6 @@ from gpumgr.cli.options import (
     output_option,
     pod_argument,
 )
-from gpumgr.cli.tables import open_table, plain_text
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource, count_text
 from gpumgr.ledger.checkpoint.store import NAME

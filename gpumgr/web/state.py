@@ -7,9 +7,9 @@ the newest pod, and each allocation and entry has the UID of its own pod. A stat
 means the same pod.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from typing import Final
 
 import msgspec
@@ -192,7 +192,8 @@ def pod_details(
     """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod of this name (None: there is none),
     `history` is oldest first.
 
-    The history has the entries of all pods of this name, and the entries of their GPUs during the allocations.
+    The history has the entries of all pods of this name, and the entries of their GPUs from the first to the last of these, or from the
+    first one on while there is an allocation.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -206,17 +207,14 @@ def pod_details(
     entries = [(entry, holder) for entry, holder in entries if concerns(holder)]
     if view is None and not allocations and not entries:
         return None
-    seen = [
-        *(holder[1] for entry, holder in entries if entry.what == "freed"),
-        *(a.uid for a in sorted(allocations, key=lambda a: a.granted_at)),
-        *(holder[1] for entry, holder in entries if entry.what != "freed"),
-    ]
+    uids_by_age = (*(holder[1] for _, holder in entries), *(a.uid for a in sorted(allocations, key=lambda a: a.granted_at)))
     own, held = {entry.number for entry, _ in entries}, {gpu for a in allocations for gpu in a.places}
-    periods = _periods(allocations, [entry for entry, _ in entries])
+    seen = range(min(own, default=0), sys.maxsize if allocations else max(own, default=0))
+    used = held.union(*(entry.gpus for entry, _ in entries))
     return PodDetails(
         namespace=namespace,
         pod=pod,
-        uid=view.uid if view else next((uid for uid in reversed(seen) if uid), None),
+        uid=view.uid if view else next((uid for uid in reversed(uids_by_age) if uid), None),
         phase=view.phase if view else None,
         reason=view.reason if view else None,
         message=view.message if view else None,
@@ -233,7 +231,9 @@ def pod_details(
         ),
         allocations=tuple(container_rows(report, allocations)),
         gpus=tuple(row for row in gpu_rows(report) if row.name in held),
-        history=tuple(e for e in history if e.number in own or (e.what == "gpu" and _during(e, periods))),
+        history=tuple(
+            e for e in history if e.number in own or (e.what == "gpu" and e.number in seen and not used.isdisjoint(e.gpus))
+        ),
     )
 
 
@@ -250,22 +250,6 @@ def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[Allocation
 
 def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[HistoryEntry]) -> list[tuple[HistoryEntry, Holder]]:
     return [(entry, holders.get(entry.id or "", (entry.pod, entry.pod_uid))) for entry in history]
-
-
-def _periods(allocations: Sequence[Allocation], entries: Sequence[HistoryEntry]) -> list[tuple[set[GpuName], float, float]]:
-    """The GPUs of each allocation, and the numbers of two entries of the history: its grant (0: older than the history) and its end
-    (infinity: it has not ended)."""
-    granted = {entry.id: entry for entry in reversed(entries) if entry.what == "granted"}
-    ended = [(granted[entry.id], entry.number) for entry in entries if entry.what == "freed" and entry.id in granted]
-    return [
-        *((set(a.places), granted[a.id].number if a.id in granted else 0, inf) for a in allocations),
-        *((set(grant.gpus), grant.number, until) for grant, until in ended),
-    ]
-
-
-def _during(entry: HistoryEntry, periods: Sequence[tuple[set[GpuName], float, float]]) -> bool:
-    """Whether the pod had the GPU when the entry was recorded."""
-    return any(not gpus.isdisjoint(entry.gpus) and since <= entry.number <= until for gpus, since, until in periods)
 
 
 def _uids(pod: PodKey, view: PodView | None, holders: Sequence[Holder]) -> set[str]:

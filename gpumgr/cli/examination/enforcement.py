@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.agent.api import NodeState
-from gpumgr.cli.agent_client import STATE, AgentClient, decoded
+from gpumgr.cli.agent_client import STATE, AgentClient, decoded, excess_sentence, gpus_of
 from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, ok, skipped, warning
 from gpumgr.cli.examination.folders import backend_words
 from gpumgr.cli.examination.gpus import SharedNvml
-from gpumgr.cli.gpu_labels import excess_sentence, gpus_of
 from gpumgr.common.errors import GpumgrError, NvmlError
 from gpumgr.driver import Hardware
 from gpumgr.enforcement.backend import NO_MECHANISM, Backend, MechanismChoice, choose_mechanisms

@@ -147,18 +147,13 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
         runtime = await _version(socket, timeout_seconds)
     except CriError as exception:
         return error_of(exception, SET_SOCKET)
-    # containerd supports CDI since 1.7, and enables it by default since 2.0. CRI-O supports it since 1.23, always enabled.
     about = f"{runtime.name} {runtime.version}"
+    # containerd supports CDI since 1.7, and enables it by default since 2.0. Every CRI-O of a Kubernetes with CDI has it enabled.
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
-    version = (int(found[1]), int(found[2])) if found else None
-    since = {"containerd": (1, 7), "cri-o": (1, 23)}.get(runtime.name)
-    if version is None or since is None:
-        return warning(f"it is unknown whether {about} supports CDI devices", "see its documentation")
-    if version < since:
-        return error(
-            f"{about} has no CDI", f"use {runtime.name} {since[0]}.{since[1]} or newer, or set enforcement.injection to mounts"
-        )
-    if runtime.name == "containerd" and version < (2, 0):
+    version = (int(found[1]), int(found[2])) if found and runtime.name == "containerd" else (2, 0)
+    if version < (1, 7):
+        return error(f"{about} has no CDI", "use containerd 1.7 or newer, or set enforcement.injection to mounts")
+    if version < (2, 0):
         return warning(
             f"{about} has CDI, but off by default, and does not report whether it is on",
             'set enable_cdi = true under [plugins."io.containerd.grpc.v1.cri"] in /etc/containerd/config.toml and restart containerd',

@@ -35,7 +35,7 @@ import msgspec
 
 from gpumgr.common.errors import InputError, SettingsError
 from gpumgr.common.foreign_text import UnreadableText, decode_json
-from gpumgr.settings.load import nearest, parse_text
+from gpumgr.settings import nearest, parse_text
 from gpumgr.settings.schema import Settings
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ The documents are written out as the contract of the HTTP pages has them, not ma
 from typing import Any
 
 from gpumgr.agent.api import NodeState
-from gpumgr.cli.tables import MIN_WIDTH, UNBOUNDED, plain_text
+from gpumgr.cli.formats import MIN_WIDTH, UNBOUNDED, plain_text
 from gpumgr.cli.usage import usage_tables
 from gpumgr.common.units import BLOCK_MEBIBYTES
 

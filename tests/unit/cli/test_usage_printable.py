@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.agent.api import NodeState, PodDetails
-from gpumgr.cli.agent_client import decoded
+from gpumgr.cli.agent_client import decoded, gpus_of
 from gpumgr.cli.formats import cleaned, json_line, printable
-from gpumgr.cli.gpu_labels import gpus_of
 from gpumgr.cli.history import history_line
 from gpumgr.cli.why import pod_text
 from gpumgr.common.errors import GpumgrError

@@ -3,8 +3,7 @@
 import pytest
 
 from gpumgr.agent.api import GpuRow, NodeState
-from gpumgr.cli.agent_client import decoded
-from gpumgr.cli.gpu_labels import gpu_status
+from gpumgr.cli.agent_client import decoded, gpu_status
 from tests.unit.cli.node_story import AT, GIB, NAMES, container, gpu, state, usage_text
 
 NARROW = """\

@@ -6,8 +6,7 @@ import pytest
 from click import BadParameter
 
 from gpumgr.agent.api import NodeState, PodDetails
-from gpumgr.cli.agent_client import decoded
-from gpumgr.cli.gpu_labels import gpus_of
+from gpumgr.cli.agent_client import decoded, gpus_of
 from gpumgr.cli.options import PodName
 from gpumgr.cli.why import pod_text
 from tests.unit.cli.node_story import AT, GIB, NAMES, candidate, container, entries, entry, gpu, state, story

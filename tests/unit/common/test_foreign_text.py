@@ -45,7 +45,7 @@ _OWN_DECODERS: Final = {
     "common/foreign_text": "the others use it",
     "kube/credentials": "it reads on a thread, and its errors must not quote secrets",
     "settings/tree": "it needs the lines of a YAML file",
-    "settings/load": "its types need a hook for paths, and it collects all mistakes of a file",
+    "settings/__init__": "its types need a hook for paths, and it collects all mistakes of a file",
     "cli/config": "it decodes what it has encoded itself",
     "runtime/cuda_checkpoint": "the agent wrote its input, and it imports nothing of gpumgr",
     "sim/apiserver": "a stand-in; it copies its own objects",

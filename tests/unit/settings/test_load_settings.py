@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumgr.settings import InvalidSettingsError, Settings, check_settings, load_settings
-from gpumgr.settings.load import parse_text
+from gpumgr.settings import InvalidSettingsError, Settings, check_settings, load_settings, parse_text
 from gpumgr.settings.schema import plain, sections
 
 REPOSITORY = Path(__file__).parents[3]

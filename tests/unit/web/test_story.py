@@ -193,16 +193,6 @@ def test_two_pods_of_one_name_are_distinguished_by_their_uids() -> None:
         ]
 
 
-def test_a_pod_with_only_its_end_in_the_history_precedes_the_others() -> None:
-    history = [
-        entry(7, "uid-c", id="c"),
-        entry(8, "uid-a", what="freed", id="a"),
-        entry(9, "uid-b", what="freed", id="b"),
-    ]
-    result = told(None, history=history)
-    assert result["uid"] == "uid-c"
-
-
 def test_a_name_found_later_applies_from_the_start() -> None:
     history = [
         entry(1, None, pod=None, id="a", call="allocate", kind="core"),
