@@ -24,7 +24,7 @@ from gpumgr.agent.history import about
 from gpumgr.agent.ports import Enforcement, Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
-from gpumgr.common.errors import CheckpointError, LedgerError, Refusal
+from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.ledger.choose import candidates
 from gpumgr.ledger.claims import AllocatedClaim, ClaimPod, Share, grant_claim, refuse_two_limits, shares_of
 from gpumgr.ledger.gpu_share import EnforcementTerms
@@ -311,7 +311,7 @@ class CommitBatch:
     async def _commit(self, waiting: Sequence[tuple[Decision[Any], asyncio.Future[Any]]]) -> None:
         """The caller holds the agent state's lock."""
         state = self._agent_state
-        ledger, entries, decided = state.ledger, list[HistoryEntry](), list[tuple[Decision[Any], asyncio.Future[Any], Any]]()
+        ledger, entries, decided = state.ledger, list[HistoryEntry](), list[tuple[asyncio.Future[Any], Any]]()
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
@@ -319,18 +319,14 @@ class CommitBatch:
                 result.set_exception(error)
             else:
                 entries += more
-                decided.append((decision, result, value))
+                decided.append((result, value))
         try:
             if ledger is not state.ledger:
                 await state.commit(ledger, *entries)
         except Exception as error:
-            if isinstance(error, LedgerError) and len(decided) > 1:  # one decision contradicts the ledger: commit each alone
-                for decision, result, _ in decided:
-                    await self._commit([(decision, result)])
-                return
             text = f"the decision can't be saved: {error}"
-            for _, result, _ in decided:
+            for result, _ in decided:
                 result.set_exception(Refusal("internal", text) if isinstance(error, CheckpointError) else error)
         else:
-            for _, result, value in decided:
+            for result, value in decided:
                 result.set_result(value)

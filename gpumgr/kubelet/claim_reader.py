@@ -90,9 +90,7 @@ class ClaimReader:
                 if 300 <= error.status < 500 and error.status not in _TRANSIENT:
                     raise Refusal("internal", f"the API server refuses to show {what}: {error}") from error
             except API_FAILURES as error:
-                # The last try may have had little time left; then its timeout is not the reason to report.
-                if not why or left >= _TRY_SECONDS or type(error) is not TimeoutError:
-                    why = failure_text(error)
+                why = failure_text(error)
             await asyncio.sleep(max(0.0, min(max(wanted, pause), deadline - time.monotonic())))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         why = why or "no answer in time"

@@ -12,7 +12,7 @@ skips unknown fields, and raises gpumgr.common.rpc.wire.WireError.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,7 +26,7 @@ from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse, DevicePlu
 from gpumgr.common.aio import LatestValue, Subscription, run_shielded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
-from gpumgr.common.rpc.unix_server import UnixServer, receive, unary
+from gpumgr.common.rpc.unix_server import Observe, UnixServer, receive, unary
 from gpumgr.common.units import RESOURCE_NAMES, Resource
 from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 
@@ -35,9 +35,6 @@ _log = structlog.get_logger(__name__)
 SERVICE: Final = "/v1beta1.DevicePlugin/"
 #: Both options are on. The Register request has the same options, since older kubelets read them there.
 OPTIONS: Final = DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-
-#: Called after each RPC with its name, the resource, the outcome ("ok", a refusal's code, "cancelled") and the duration in seconds.
-Observer = Callable[[str, str, str, float], None]
 
 
 class Allocator(Protocol):
@@ -62,7 +59,7 @@ class DevicePlugin:
         kind: Resource,
         allocator: Allocator,
         devices: LatestValue[bytes],
-        observe: Observer = lambda *_: None,
+        observe: Observe = lambda *_: None,
     ) -> None:
         self._kind: Resource = kind
         self._allocator = allocator
@@ -79,7 +76,7 @@ class DevicePlugin:
             "PreStartContainer": self._pre_start,
         }
         methods = {
-            SERVICE + rpc: unary(rpc, answer, _log.bind(resource=RESOURCE_NAMES[self._kind]), self._called)
+            SERVICE + rpc: unary(rpc, answer, _log.bind(resource=RESOURCE_NAMES[self._kind]), self._observe)
             for rpc, answer in answers.items()
         }
         methods[SERVICE + "ListAndWatch"] = Method(self._list_and_watch, Cardinality.UNARY_STREAM, bytes, bytes)
@@ -89,9 +86,6 @@ class DevicePlugin:
         """Ends every ListAndWatch; the kubelet receives a clean end of stream."""
         for watch in self._watches:
             watch.close()
-
-    def _called(self, rpc: str, outcome: str, seconds: float) -> None:
-        self._observe(rpc, self._kind, outcome, seconds)
 
     async def _list_and_watch(self, stream: Any) -> None:
         await receive(stream)

@@ -40,7 +40,6 @@ from gpumgr.kubelet.plugin import (
     Allocator,
     DeviceEntry,
     DevicePlugin,
-    Observer,
     PluginServer,
     encode_devices,
 )
@@ -97,12 +96,12 @@ class KubeletLink:
         *,
         timing: LinkTiming | None = None,
         on_state: Callable[[str, LinkState], None] = lambda _key, _state: None,
-        observe: Observer = lambda *_: None,
+        observe: Callable[[str, str, str, float], None] = lambda *_: None,
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         names: Mapping[Resource, str] = RESOURCE_NAMES,
     ) -> None:
         """`folder` is the kubelet's device plugin folder; `devices`: kind of resource -> its encoded device list. Each kind is offered
-        under the resource name that `names` has for it.
+        under the resource name that `names` has for it. `observe` gets each call's name, resource, outcome and duration in seconds.
 
         `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
         """
@@ -114,7 +113,7 @@ class KubeletLink:
         self._group: asyncio.TaskGroup | None = None
 
     def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
-        make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, _, *call: self._observe(rpc, key, *call))
+        make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, *call: self._observe(rpc, key, *call))
         return _ResourceLink(self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key))
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:

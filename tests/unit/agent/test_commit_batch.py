@@ -105,15 +105,6 @@ async def test_callers_of_a_batch_that_is_cancelled_at_the_end_of_the_process_ar
     assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
 
 
-async def test_a_decision_that_violates_the_ledger_fails_alone(world: World) -> None:
-    batch = CommitBatch(world.agent_state)
-    calls = (batch.add(grant(world, name, cores)) for name, cores in (("a", 10), ("bad", 500), ("b", 10)))
-    first, bad, last = await asyncio.gather(*calls, return_exceptions=True)
-    assert (first, last) == ("a", "b")
-    assert isinstance(bad, Refusal)
-    assert {"a", "b"} == set(world.ledger.allocations)
-
-
 async def test_a_bug_while_saving_fails_all_of_the_batch_and_no_later_one(world: World) -> None:
     batch, save = CommitBatch(world.agent_state), world.checkpoint.save
 

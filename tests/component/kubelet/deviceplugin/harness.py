@@ -85,7 +85,7 @@ async def served_plugin(folder: Path) -> AsyncIterator[Served]:
     allocator = ScriptedAllocator()
     devices = LatestValue(device_list(4))
     outcomes: list[tuple[str, str]] = []
-    plugin = DevicePlugin("memory", allocator, devices, lambda rpc, _kind, outcome, _seconds: outcomes.append((rpc, outcome)))
+    plugin = DevicePlugin("memory", allocator, devices, lambda rpc, outcome, _seconds: outcomes.append((rpc, outcome)))
     server = PluginServer(folder / "plugin.sock", plugin)
     await server.listen()
     try:

@@ -4,14 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from gpumgr.common.errors import Refusal
-from gpumgr.kube.client import AnswerError, ApiServer
-from gpumgr.kubelet import claim_reader
+from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.claim_reader import ClaimReader
 from gpumgr.ledger.ledger import ClaimRef
 from gpumgr.sim.apiserver import SimApiServer
@@ -122,27 +121,6 @@ async def test_credentials_that_can_not_be_read_for_a_moment_are_read_again(stag
     file.write_text(content)
     stage.resources.claim_answers.clear()
     assert (await stage.reader.read(REF, deadline=later())).ref == REF
-
-
-async def test_of_several_failures_the_last_one_is_named_unless_there_was_no_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim_reader, "_TRY_SECONDS", 0.05)
-    failures: list[AnswerError] = []
-
-    class Server:
-        async def find(self, _path: str, *, query: object) -> None:
-            del query
-            if failures:
-                raise failures.pop()
-            await asyncio.Event().wait()
-
-    reader = ClaimReader(cast("ApiServer", Server()), "node-1")
-    failures.append(AnswerError("HTTP 500: etcd has no leader", status=500))
-    with pytest.raises(Refusal, match=r"\(TimeoutError\)"):
-        await reader.read(REF, deadline=time.monotonic() + 1)
-    monkeypatch.setattr(claim_reader, "_TRY_SECONDS", 3600.0)
-    failures.append(AnswerError("HTTP 500: etcd has no leader", status=500))
-    with pytest.raises(Refusal, match=r"\(HTTP 500: etcd has no leader\)"):
-        await reader.read(REF, deadline=time.monotonic() + 1)
 
 
 async def test_a_server_that_comes_back_inside_the_budget_is_waited_for(stage: Stage) -> None:

@@ -177,16 +177,6 @@ async def test_a_slice_that_changes_during_a_write_is_read_again(published: Stag
     assert (published.methods, published.publisher.state.error) == (["POST", "PUT", "PUT", "PUT"], None)
 
 
-async def test_an_expired_watch_finds_the_deletion(published: Stage) -> None:
-    await until(lambda: published.publisher._reflector._objects)
-    await published.sim.stop()
-    published.resources.remove(NAME)
-    published.resources.forget()
-    await published.sim.start()
-    await until(lambda: published.slice is not None)
-    await published.settled(*DEVICES)
-
-
 async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: Stage) -> None:
     """The connection breaks between the answer to the write and its event, and the history is lost."""
     await until(stage.publisher._reflector.synced.is_set)
@@ -202,29 +192,6 @@ async def test_a_deletion_is_found_even_if_the_watch_never_had_the_slice(stage: 
     await until(lambda: stage.slice is not None)
     await stage.settled(*DEVICES)
     assert stage.methods == ["POST", "POST"]
-
-
-async def test_a_deletion_is_found_although_its_event_comes_before_the_answer_to_the_write(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kubelet that starts deletes the slice a moment after its creation."""
-    read, reads = ApiServer.read, list[str]()
-
-    async def read_and_delete(self: ApiServer, method: Any, path: str, *arguments: Any, **options: Any) -> dict[str, Any]:
-        answer = await read(self, method, path, *arguments, **options)
-        if method == "POST" and not options:
-            reads.append(path)
-            if len(reads) == 1:
-                await until(lambda: stage.publisher._reflector._objects)
-                stage.resources.remove(NAME)
-                await until(lambda: not stage.publisher._reflector._objects)
-        return answer
-
-    monkeypatch.setattr(ApiServer, "read", read_and_delete)
-    await until(stage.publisher._reflector.synced.is_set)
-    stage.register(1)
-    await until(lambda: stage.methods == ["POST", "POST"])
-    await stage.settled(*DEVICES)
 
 
 async def test_a_slice_that_is_withdrawn_after_a_write_is_not_published(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
