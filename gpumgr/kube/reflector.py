@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from gpumgr.common.aio import LogPace
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import LONG_BYTES, UnreadableText, decode_answer, decode_stored, on_thread_if_long
 from gpumgr.kube.client import (
@@ -223,10 +224,9 @@ class Reflector(Generic[T]):
         self._clock, self._heard_at = clock, clock()
         #: Why the last list failed; None if the server has sent something since.
         self._list_error: str | None = None
-        #: From this time of `clock` on the copy is outdated, unless the server sends something first.
+        #: From this time of `clock` on the copy is outdated, unless the server sends something first. Each verb of the scheduler reads it.
         self.outdated_at = math.inf
-        self._list_refused = False
-        self._reported = False
+        self._outdated_log = LogPace(clock)
         self.synced = asyncio.Event()
 
     @property
@@ -265,25 +265,25 @@ class Reflector(Generic[T]):
 
     async def run(self) -> NoReturn:
         """Lists and watches until cancelled."""
-        pause = self._pace.pause_seconds[0]
+        pause, listing = self._pace.pause_seconds[0], False
         while True:
             self._watching_since, wanted = None, 0.0
+            # After a list that failed, a watch is tried: it may still work.
+            listing = self._version is None or (self.silent_seconds >= self._pace.list_seconds and not listing)
             try:
-                # If the server refuses lists, a watch may still work, so it is tried next.
-                refused, self._list_refused = self._list_refused, False
-                if self._version is None or (self.silent_seconds >= self._pace.list_seconds and not refused):
-                    await self._list_or_note()
+                if listing:
+                    await self._list()
+                    listing = False
                 await self._watch(self._version or "")
-            except ExpiredError as error:
-                self._version = None
-                self._log_once(str(error))
-            except AnswerError as error:
-                wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
-                self._log_once(str(error))
             except API_FAILURES as error:
+                if listing:
+                    self._list_error, self.outdated_at = failure_text(error), self._heard_at + self._pace.outdated_seconds
+                if isinstance(error, ExpiredError):
+                    self._version = None
+                if isinstance(error, AnswerError):
+                    wanted = min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
                 self._log_once(failure_text(error))
-            if not self._reported and (why := self.outdated) is not None:
-                self._reported = True
+            if (why := self.outdated) is not None and self._outdated_log.due():
                 _log.error("objects_outdated", path=self._watched.path, reason=why)
             since = self._watching_since
             if since is not None and self._clock() - since >= self._pace.lasted_seconds:
@@ -302,19 +302,8 @@ class Reflector(Generic[T]):
 
     def _heard(self, at: float) -> None:
         self._heard_at, self._list_error, self.outdated_at = at, None, math.inf
-        if self._reported:
-            self._reported = False
-            _log.info("objects_current_again", path=self._watched.path)
 
     # -- list --------------------------------------------------------------------------------------------------------------
-
-    async def _list_or_note(self) -> None:
-        try:
-            await self._list()
-        except API_FAILURES as error:
-            self._list_error, self._list_refused = failure_text(error), isinstance(error, AnswerError)
-            self.outdated_at = self._heard_at + self._pace.outdated_seconds
-            raise
 
     async def _list(self) -> None:
         found: dict[str, T] = {}
