@@ -8,9 +8,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
 from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.constraints import Constraints
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import Constraints, ContainerKind, ReplicaRequest
 from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
 

@@ -1,6 +1,6 @@
 """The MIG profiles of an H100 with 80 GB."""
 
-from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.devices import MigProfile
 
 
 def profile(name: str, number: int, memory: int, size: int, *starts: int) -> MigProfile:

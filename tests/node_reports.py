@@ -13,8 +13,8 @@ from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
+from gpumgr.placement.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.placement.pods import PodKey
-from gpumgr.placement.topology.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from tests.allocations import allocated
 from tests.unit.web.metrics.pictures import name_of, sample_of, snapshot_of, uuid_of
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from gpumgr.placement.topology.devices import Topology
-from gpumgr.placement.topology.matrix import parse_topology
+from gpumgr.placement.devices import Topology
+from gpumgr.placement.matrix import parse_topology
 
 
 def topology_from_matrix(rows: Sequence[Sequence[str]]) -> Topology:

@@ -24,9 +24,9 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry, Masks, count
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.placement.evaluators.select import check_request
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import USUAL_PRIORITY, PodView
-from gpumgr.placement.topology.devices import Gpu
+from gpumgr.placement.select import check_request
 
 log = structlog.get_logger(__name__)
 

@@ -14,10 +14,10 @@ from gpumgr.ledger.instances import MigStrategy, offered_instances
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.ledger.node import NodeDevices, NodeView, node_devices
 from gpumgr.ledger.quarantine import Quarantine
-from gpumgr.placement.evaluators.mig import without_places
-from gpumgr.placement.evaluators.replicas import Scaling
-from gpumgr.placement.evaluators.select import Policy
-from gpumgr.placement.topology.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
+from gpumgr.placement.devices import Gpu, GpuFailure, MigProfile, NodeSample, NodeSnapshot, Topology
+from gpumgr.placement.mig import without_places
+from gpumgr.placement.requests import Scaling
+from gpumgr.placement.select import Policy
 
 #: The bits of all memory slices.
 _EVERYWHERE: Final = -1

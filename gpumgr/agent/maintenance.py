@@ -37,8 +37,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.placement.devices import GpuProcess
 from gpumgr.placement.pods import PodKey
-from gpumgr.placement.topology.devices import GpuProcess
 
 log = structlog.get_logger(__name__)
 

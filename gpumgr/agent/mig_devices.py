@@ -20,7 +20,7 @@ from gpumgr.common.errors import CheckpointError, NvmlError, Refusal
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.instances import place_of
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice
-from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile
+from gpumgr.placement.devices import Gpu, MigInstance, MigProfile
 
 log = structlog.get_logger(__name__)
 

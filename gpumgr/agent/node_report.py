@@ -9,7 +9,7 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
-from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.placement.devices import NodeSample
 
 
 class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,8 +27,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices, NodeView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS, Quarantine
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
-from gpumgr.placement.evaluators.select import Policy
-from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.placement.devices import NodeSample, NodeSnapshot
+from gpumgr.placement.select import Policy
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,7 @@ from gpumgr.cli.topology import FILE, NodeSource, content, source_options
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import CORES_PER_GPU
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.select import Policy, check_request, evaluator_for, place
+from gpumgr.placement.select import GpuCapacity, Policy, check_request, evaluator_for, place
 
 _EXAMPLES: Final = """
 \b

@@ -16,9 +16,9 @@ import msgspec
 from gpumgr.cli.options import ExitingCommand, output_option, sim_option
 from gpumgr.common.errors import InputError
 from gpumgr.driver import Hardware
-from gpumgr.placement.topology.devices import Gpu, MigInstance, NodeSnapshot, Topology
-from gpumgr.placement.topology.matrix import Nic, ParsedTopology, parse_topology
-from gpumgr.placement.topology.tree import matrix_cells, render_matrix, render_tree, tree_data
+from gpumgr.placement.devices import Gpu, MigInstance, NodeSnapshot, Topology
+from gpumgr.placement.matrix import Nic, ParsedTopology, parse_topology
+from gpumgr.placement.tree import matrix_cells, render_matrix, render_tree, tree_data
 
 
 @contextmanager

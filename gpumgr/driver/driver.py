@@ -16,7 +16,7 @@ from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
-from gpumgr.placement.topology.devices import (
+from gpumgr.placement.devices import (
     GpuFailure,
     GpuProcess,
     GpuSample,

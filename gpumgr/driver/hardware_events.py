@@ -16,7 +16,7 @@ from gpumgr.ledger.answer import WSL_NODE
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.instances import obstacle_of_single
-from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.placement.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 

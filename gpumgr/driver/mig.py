@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import INSUFFICIENT_RESOURCES, INVALID_ARGUMENT, NOT_FOUND, Binding, CallError, Handle
-from gpumgr.placement.topology.devices import GpuProcess, MigInstance, MigProfile
+from gpumgr.placement.devices import GpuProcess, MigInstance, MigProfile
 
 _GIB: Final = 1 << 30
 #: The memory of a GPU that supports MIG is divided into eight slices.

@@ -37,7 +37,7 @@ from gpumgr.driver.health import (
     step_mig_devices,
     uncordoned,
 )
-from gpumgr.placement.topology.devices import GpuProcess, NodeSample, NodeSnapshot, Topology
+from gpumgr.placement.devices import GpuProcess, NodeSample, NodeSnapshot, Topology
 
 log = structlog.get_logger()
 

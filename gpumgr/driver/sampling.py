@@ -27,7 +27,7 @@ from gpumgr.driver.binding import (
 from gpumgr.driver.health import Failed, HealthReading, Reason
 from gpumgr.driver.mig import read_mig_enabled, read_mig_handles
 from gpumgr.driver.worker import GpuHangs
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample
+from gpumgr.placement.devices import GpuProcess, GpuSample
 
 #: The driver's longest sampling period. The first query for a GPU goes back by this time, too.
 _PERIOD_MICROSECONDS: Final = 1_000_000

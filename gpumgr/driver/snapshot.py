@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpumgr.driver.binding import INVALID_ARGUMENT, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.mig import read_mig_enabled, read_mig_instances, read_mig_profiles
-from gpumgr.placement.topology.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
+from gpumgr.placement.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topology
 
 _INTERNAL: Final = 0
 

@@ -24,8 +24,8 @@ from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, Strength, Strengths, de
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings import schema
 
 #: "mps-open": see `UnlimitedMps`; only gpumgr itself chooses it.

@@ -33,7 +33,7 @@ from gpumgr.enforcement.backend import Backend, BackendName, finding
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.placement.topology.devices import MemoryLimit
+from gpumgr.placement.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.
 _RECHECK_SECONDS: Final = 10.0

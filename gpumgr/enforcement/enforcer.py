@@ -26,8 +26,8 @@ from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, Contai
 from gpumgr.ledger.gpu_share import EnforcementTerms, GpuLimits, GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)

@@ -16,8 +16,8 @@ from msgspec import UNSET, Meta, UnsetType
 from gpumgr.common import foreign_text
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.topology.devices import NVLINK_SCORE, Level, MigProfile, Topology
-from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.placement.devices import NVLINK_SCORE, Level, MigProfile, Topology
+from gpumgr.placement.matrix import MAX_GPUS
 
 INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
 PLACEMENT_ANNOTATION: Final = "gpumgr.io/placement"

@@ -18,10 +18,10 @@ from msgspec import Meta, field
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.kube.cluster_annotations import MigSize, MigStart, ProfileName, Uuid, decode_json
-from gpumgr.placement.evaluators.mig import MigPlace, amounts_of
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.devices import MigProfile, Scores
+from gpumgr.placement.mig import MigPlace, amounts_of
 from gpumgr.placement.pods import ContainerSpec, NamedGpu
-from gpumgr.placement.topology.devices import MigProfile, Scores
+from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 #: The node and the devices of a pod, as HAMi's scheduler writes them.

@@ -19,8 +19,8 @@ from gpumgr.kube.hami_formats import MigAllocation, decode_allocations, encode_a
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, MigDevice
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 
 ALLOCATIONS: Final = "gpumgr.io/allocations"
 #: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.

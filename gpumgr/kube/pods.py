@@ -24,8 +24,8 @@ from gpumgr.common.units import (
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.kube.hami_formats import HAMI_ALLOCATED, HAMI_NODE, MIG_ALLOCATIONS, placed_by_hami, replica_request, slices_in
 from gpumgr.kube.selection import constraints_of
-from gpumgr.placement.evaluators.capacity import ContainerKind
 from gpumgr.placement.pods import USUAL_PRIORITY, ClaimUse, ContainerSpec, NamedGpu, PodView, ResizeRequest
+from gpumgr.placement.requests import ContainerKind
 from gpumgr.settings.hami_resources import ReplicaResources
 
 #: Source: Kubernetes' resource.Quantity.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators.constraints import MODES, Constraints
+from gpumgr.placement.requests import MODES, Constraints
 
 USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, GpuName
 from gpumgr.ledger.claims import device_name
-from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology, score_matrix
-from gpumgr.placement.topology.labels import architecture_of, capability_of
-from gpumgr.placement.topology.tree import build_tree, fragment_order
+from gpumgr.placement.devices import Gpu, Level, NodeSnapshot, Topology, score_matrix
+from gpumgr.placement.labels import architecture_of, capability_of
+from gpumgr.placement.tree import build_tree, fragment_order
 
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver no longer lists.

@@ -16,8 +16,8 @@ from gpumgr.ledger.history import Candidate
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, lowest, minus, union
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NO_MEMORY, NodeView, blocks_with_ids
-from gpumgr.placement.evaluators.capacity import ChainNeeds, GpuCapacity, chain_needs
-from gpumgr.placement.evaluators.select import Policy, check_request, find, place
+from gpumgr.placement.requests import ChainNeeds, chain_needs
+from gpumgr.placement.select import GpuCapacity, Policy, check_request, find, place
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

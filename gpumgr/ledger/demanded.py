@@ -11,8 +11,8 @@ from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Choice, Request
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
 from gpumgr.placement.pods import PodView
+from gpumgr.placement.requests import UNCONSTRAINED
 
 Select = Callable[[NodeView, Ledger, Caller, Request], Choice]
 

@@ -17,9 +17,9 @@ import msgspec
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, RESOURCES, GpuName, Resource
 from gpumgr.ledger.ledger import AllocationId, describe_container
+from gpumgr.placement.devices import Gpu
+from gpumgr.placement.labels import capability_of
 from gpumgr.placement.pods import USUAL_PRIORITY, PodKey
-from gpumgr.placement.topology.devices import Gpu
-from gpumgr.placement.topology.labels import capability_of
 
 Strength = Literal["hard", "soft", "none"]
 #: Mechanism -> what it limits, and how strongly.

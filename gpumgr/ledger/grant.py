@@ -22,7 +22,7 @@ from gpumgr.ledger.choose import open_allocation
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks, common, count, minus, union
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.placement.evaluators.select import check_request
+from gpumgr.placement.select import check_request
 
 
 def grant(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource
-from gpumgr.placement.topology.tree import indices, mask_of
+from gpumgr.placement.tree import indices, mask_of
 
 Masks = Mapping[GpuName, int]
 

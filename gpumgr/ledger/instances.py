@@ -20,9 +20,9 @@ from gpumgr.ledger.grant import refuse_held
 from gpumgr.ledger.ids import GpuRegistry, Masks, RegisteredInstance, common, count, lowest, minus, union
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, MigDevice
 from gpumgr.ledger.node import NodeView
-from gpumgr.placement.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile
+from gpumgr.placement.devices import Gpu, MigInstance, MigProfile
+from gpumgr.placement.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
+from gpumgr.placement.requests import ReplicaRequest
 
 MigStrategy = Literal["none", "single", "mixed"]
 

@@ -19,9 +19,9 @@ from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
 from gpumgr.ledger.burst import blocks_of_burst
 from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks, RegisteredGpu, lowest
 from gpumgr.ledger.ledger import AllocationId, Ledger
-from gpumgr.placement.evaluators.mig import has_place, most_devices
-from gpumgr.placement.evaluators.select import Policy
-from gpumgr.placement.topology.devices import Gpu, MigProfile, Topology
+from gpumgr.placement.devices import Gpu, MigProfile, Topology
+from gpumgr.placement.mig import has_place, most_devices
+from gpumgr.placement.select import Policy
 
 #: Why a GPU for which the driver reports no memory has no shares.
 NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"

@@ -26,9 +26,8 @@ from gpumgr.ledger.ids import GpuRegistry, Masks, common, count, lowest, minus
 from gpumgr.ledger.instances import amounts_of_devices, mig_devices, obstacle_to_devices
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.node import NO_MEMORY, NodeView, at_present
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.evaluators.select import find
+from gpumgr.placement.requests import ReplicaRequest
+from gpumgr.placement.select import GpuCapacity, find
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:

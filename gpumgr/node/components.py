@@ -43,7 +43,7 @@ from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.placement.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.settings import Settings, profile

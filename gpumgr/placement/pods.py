@@ -8,9 +8,7 @@ from typing import Final
 import msgspec
 
 from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, Resource
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest
 
 #: (namespace, name). Names recur (StatefulSets): two pods with one name, one after the other, are two "incarnations". The UID distinguishes
 #: them, if it is known.

@@ -21,8 +21,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.ledger.usage.join import AllocationIndex, join
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
+from gpumgr.placement.devices import Gpu, NodeSample
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu, NodeSample
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
 from gpumgr.runtime.limits_in_force import Limits

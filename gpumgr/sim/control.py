@@ -37,7 +37,7 @@ from typing import Final
 import msgspec
 
 from gpumgr.common.files import replace_file
-from gpumgr.placement.topology.devices import MemoryLimit, MigInstance
+from gpumgr.placement.devices import MemoryLimit, MigInstance
 from gpumgr.sim.nodes import NodeDescription
 
 _EVENT_DOUBLE_BIT_ECC: Final = 0x2

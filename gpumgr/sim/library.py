@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from gpumgr.common.compiler import compiled
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import replace_file
-from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.devices import MigProfile
 from gpumgr.sim.control import SimControl, instance_fact
 from gpumgr.sim.nodes import NodeDescription, load_node
 

@@ -13,8 +13,8 @@ import msgspec
 import yaml
 
 from gpumgr.common.errors import SettingsError
-from gpumgr.placement.topology.devices import MigInstance
-from gpumgr.placement.topology.devices import MigProfile as GpuMigProfile
+from gpumgr.placement.devices import MigInstance
+from gpumgr.placement.devices import MigProfile as GpuMigProfile
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
 #: Namespace of UUIDs for GPUs without one in the description: the same node has the same UUIDs everywhere.

@@ -7,7 +7,7 @@ from gpumgr.agent.api import container_row
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, RESOURCES, GpuName
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.placement.topology.tree import tree_data
+from gpumgr.placement.tree import tree_data
 
 
 def graph_text(view: AgentView) -> str:

@@ -36,9 +36,9 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.usage.node_use import NodeUse, UnattributedSum
+from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
-from gpumgr.placement.topology.devices import Gpu, GpuSample, Topology
-from gpumgr.placement.topology.tree import Group, build_tree, indices
+from gpumgr.placement.tree import Group, build_tree, indices
 
 #: The number of newest entries in the document; /api/history has all.
 HISTORY_SHOWN: Final = 50

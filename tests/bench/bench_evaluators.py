@@ -6,10 +6,9 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-from gpumgr.placement.evaluators import link
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.select import place
-from gpumgr.placement.topology.devices import Level, Topology
+from gpumgr.placement import link
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.select import GpuCapacity, place
 from tests.bench import figures
 
 _HALF = (0, 3, 4, 6, 9, 11, 13, 14)

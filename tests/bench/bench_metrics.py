@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.aio import until_tick
 from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.placement.devices import NodeSnapshot
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.web.metrics import Exposition, Metrics
 from tests.allocations import block_count
 from tests.background import background

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from gpumgr.common.aio import report_event_loop_lag
-from gpumgr.placement.topology.devices import NodeSample
+from gpumgr.placement.devices import NodeSample
 from tests.background import background
 from tests.bench import figures
 from tests.bench.bench_prestart import end_daemons

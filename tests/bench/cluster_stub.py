@@ -29,7 +29,7 @@ from gpumgr.kube.cluster_annotations import (
     decode_placement,
     encode,
 )
-from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.placement.devices import score_matrix
 from tests.bench.children import serving
 from tests.topologies import topology_from_matrix
 

@@ -32,8 +32,8 @@ from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.devices import GpuProcess, NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import GpuProcess, NodeSample
 from gpumgr.runtime import checkpoints
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.cri import CriClient

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
-from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.placement.devices import score_matrix
 from tests.topologies import topology_from_matrix
 
 from .agent import Agent

@@ -21,7 +21,7 @@ from gpumgr.kubelet.slices import (
     slice_devices,
     slice_name,
 )
-from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
+from gpumgr.placement.devices import Gpu, NodeSnapshot
 from tests.background import background
 from tests.topologies import topology_from_matrix
 from tools.chart import objects, render

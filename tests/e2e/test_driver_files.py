@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from gpumgr.placement.topology.devices import MigInstance
+from gpumgr.placement.devices import MigInstance
 from gpumgr.sim.control import SimControl
 from tests.component.compat.gpu_manager.driver_files.host import CUDA, DRIVER, Driver
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumgr.placement.topology.devices import MigInstance
+from gpumgr.placement.devices import MigInstance
 from gpumgr.sim.control import SimControl
 
 from .agent import Agent

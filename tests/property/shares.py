@@ -24,8 +24,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
+from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts

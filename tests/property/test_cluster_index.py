@@ -16,7 +16,7 @@ from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
+from gpumgr.placement.requests import UNCONSTRAINED
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gpumgr.common.units import Amounts
 from gpumgr.kube.hami_formats import devices_text, placed_by_hami
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, NamedGpu
+from gpumgr.placement.requests import ReplicaRequest
 
 #: Any text without the separators; HAMi's UUIDs are ASCII.
 UUIDS = st.from_regex("(GPU|MIG)-[0-9a-f-]{1,36}", fullmatch=True) | st.text(

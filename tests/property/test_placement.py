@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.select import Policy, place
-from gpumgr.placement.topology.devices import Level, Topology
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.select import GpuCapacity, Policy, place
 
 Caps = list[GpuCapacity]
 

@@ -29,7 +29,7 @@ from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, GRANTED_ANNOTATION
 from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION
-from gpumgr.placement.topology.labels import MODEL
+from gpumgr.placement.labels import MODEL
 from gpumgr.runtime.bursts import IGNORED
 from gpumgr.runtime.container_events import OVER_LIMIT, OVERCOMMITTED
 from gpumgr.runtime.memory_limit_watcher import EVICTED

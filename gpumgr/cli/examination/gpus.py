@@ -14,7 +14,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.node import NO_MEMORY
-from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
+from gpumgr.placement.devices import Gpu, NodeSnapshot
 
 INSTALL: Final = "install NVIDIA's driver and run `modprobe -a nvidia nvidia-uvm`, then look at `dmesg | grep -i nvrm`"
 IF_HUNG: Final = (

@@ -12,7 +12,7 @@ from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER, Amounts
 from gpumgr.kube.pods import parse_rounded_up
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 
 GATE: Final = "gpumgr.io/quota"
 _MEBIBYTE: Final = 1 << 20

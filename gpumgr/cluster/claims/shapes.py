@@ -12,7 +12,7 @@ import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER
-from gpumgr.placement.evaluators.select import check_request
+from gpumgr.placement.select import check_request
 
 DEVICE_CLASS: Final = DRA_DRIVER
 #: The annotation of a claim with the name of its template.

@@ -12,12 +12,10 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.node import GpuState, NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy, SameGpus, Shares
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.evaluators.mig import amounts_of, find_place, serves
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.evaluators.select import Placement, find
-from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.devices import MigProfile
+from gpumgr.placement.mig import amounts_of, find_place, serves
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ReplicaRequest
+from gpumgr.placement.select import GpuCapacity, Placement, find
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,10 +9,9 @@ import msgspec
 
 from gpumgr.cluster.core.request import NOTHING, GpuType, PodRequest, Shares
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.evaluators.mig import has_place
-from gpumgr.placement.evaluators.replicas import Scaling
-from gpumgr.placement.topology.devices import Level, MigProfile, Topology
+from gpumgr.placement.devices import Level, MigProfile, Topology
+from gpumgr.placement.mig import has_place
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, Scaling
 
 Naming = Literal["uuid", "index", "none"]
 #: What is used of each GPU of a node, by position.

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.node import CountedGpu, GpuState, Naming, NodeState, Used
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.topology.devices import Topology
+from gpumgr.placement.devices import Topology
 
 #: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so no named UUID equals this one.
 _SOME_UUID: Final = " "

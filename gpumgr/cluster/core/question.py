@@ -17,7 +17,7 @@ from gpumgr.cluster.core.quota import types_of
 from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
 from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED
+from gpumgr.placement.requests import UNCONSTRAINED
 
 #: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000

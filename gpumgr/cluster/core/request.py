@@ -10,11 +10,9 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind, chain_needs
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.evaluators.replicas import ReplicaRequest, Scaling
-from gpumgr.placement.evaluators.select import check_request
-from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.placement.matrix import MAX_GPUS
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest, Scaling, chain_needs
+from gpumgr.placement.select import check_request
 
 #: A pod with more containers that request GPUs is refused, because the time of a placement grows with their number.
 MAX_GPU_CONTAINERS: Final = 64

@@ -44,8 +44,7 @@ from gpumgr.cluster.core.profiles import (
 )
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, Policy
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.evaluators.replicas import Scaling
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, Scaling
 
 _numbers: Final = count()
 #: A pod is compared on this many fitting profiles: _MOST_CHOICES divided by the number of its containers, at least _FEWEST_PROFILES. If

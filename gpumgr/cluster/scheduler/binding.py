@@ -33,7 +33,7 @@ from gpumgr.kube.hami_formats import (
     devices_text,
     encode_allocations,
 )
-from gpumgr.placement.evaluators.mig import place_at
+from gpumgr.placement.mig import place_at
 
 #: The time limit of a write that places a pod. A leader sends such a write only if its Lease lasts longer.
 WRITE_SECONDS: Final = LeaseTimes().bind_seconds

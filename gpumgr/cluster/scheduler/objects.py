@@ -46,10 +46,10 @@ from gpumgr.kube.cluster_annotations import (
 )
 from gpumgr.kube.hami_formats import DEVICE_CORDON
 from gpumgr.kube.pods import parse_milli, parse_pod, parse_quantity, quantity_or_0
-from gpumgr.placement.evaluators.mig import most_devices
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.matrix import MAX_GPUS
+from gpumgr.placement.mig import most_devices
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 _Amounts = dict[str, Any] | None

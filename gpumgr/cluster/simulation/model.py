@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
-from gpumgr.placement.topology.matrix import MAX_GPUS
+from gpumgr.placement.matrix import MAX_GPUS
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints
 
 GPU_MILLI: Final = 1000
 #: The largest number in a file.

@@ -16,7 +16,7 @@ from gpumgr.cluster.simulation.model import GPU_MILLI, MOST, Amount, GpuCount, N
 from gpumgr.common.errors import InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.common.units import CORES_PER_GPU, count_text
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 
 #: The columns that each file needs.
 _NEEDED: Final = ("name", "gpus", "cpu_milli", "ram_mebibytes")

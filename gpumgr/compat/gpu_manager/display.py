@@ -27,8 +27,8 @@ from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 
 _MIB = 1 << 20
 

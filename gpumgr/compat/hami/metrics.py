@@ -14,9 +14,9 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, label_text, re
 from gpumgr.common.units import CORES_PER_GPU, GpuName, percent
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, granted_mebibytes, holdings
 from gpumgr.ledger.usage.node_use import ContainerUse
-from gpumgr.placement.evaluators.constraints import device_type
+from gpumgr.placement.devices import Gpu, GpuSample
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu, GpuSample
+from gpumgr.placement.requests import device_type
 
 _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")
 _IN_CONTAINER: Final = ("namespace", "pod", "container", "vdevice_index", "device_uuid")

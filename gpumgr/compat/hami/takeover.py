@@ -30,9 +30,8 @@ from gpumgr.kube.hami_formats import (
 )
 from gpumgr.kube.pods import quantity_or_0
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec
+from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 _MOST_SHOWN: Final = 256

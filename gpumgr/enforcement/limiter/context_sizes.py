@@ -11,7 +11,7 @@ import structlog
 from gpumgr.common.aio import kill_program
 from gpumgr.common.errors import NvmlError
 from gpumgr.enforcement import cuda_client
-from gpumgr.placement.topology.devices import GpuProcess
+from gpumgr.placement.devices import GpuProcess
 
 _TIMEOUT_SECONDS: Final = 10.0
 #: A failure is tried again after this time.

@@ -31,10 +31,10 @@ from gpumgr.kube.pod_annotations import HAMI_PHASE
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.placement.evaluators.constraints import device_type
-from gpumgr.placement.evaluators.mig import most_devices, without_places
+from gpumgr.placement.devices import score_matrix
+from gpumgr.placement.mig import most_devices, without_places
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.placement.requests import device_type
 
 #: Phases of a pod that HAMi's scheduler does not wait for.
 _FINAL: Final = ("success", "failed")

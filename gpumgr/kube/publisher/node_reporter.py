@@ -34,9 +34,9 @@ from gpumgr.kube.publisher.events import cut
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.placement.devices import score_matrix
+from gpumgr.placement.labels import gpu_labels
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import score_matrix
-from gpumgr.placement.topology.labels import gpu_labels
 
 #: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists allocations that are held for
 #: longer than this.

@@ -18,8 +18,8 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.kube.client import AnswerError, ApiServer
 from gpumgr.kube.publisher.desired import RESYNC_SECONDS, Desired
 from gpumgr.kube.publisher.events import Body, timestamp
+from gpumgr.placement.labels import NVIDIA
 from gpumgr.placement.pods import PodKey, PodView
-from gpumgr.placement.topology.labels import NVIDIA
 
 _log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Literal
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
+from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodKey, PodView
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 
 #: "none": the container has no allocation of the GPU. "unknown": several allocations of its pod lack their container's name.
 Owner = Allocation | Literal["none", "unknown"]

@@ -12,7 +12,7 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge
 from gpumgr.common.units import CORES_PER_GPU, GpuName, ratio
 from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
 from gpumgr.ledger.usage.node_use import UnattributedSum
-from gpumgr.placement.topology.devices import GpuSample, NodeSample
+from gpumgr.placement.devices import GpuSample, NodeSample
 
 _INFO: Final = gauge(
     "gpu_info", "Description of the GPU; always 1.", "node", "gpu", "index", "minor", "model", "pci_bus_id", "numa", "driver"

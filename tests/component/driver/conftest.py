@@ -11,7 +11,7 @@ import pytest
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import GpuHealth
 from gpumgr.driver.monitor import Monitor
-from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.placement.devices import NodeSample, NodeSnapshot
 from gpumgr.sim.library import SimNode, prepare
 from tests.background import until
 

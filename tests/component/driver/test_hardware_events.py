@@ -11,7 +11,7 @@ from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.health import GpuHealth, Reason, State
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.placement.topology.devices import NodeSample, NodeSnapshot
+from gpumgr.placement.devices import NodeSample, NodeSnapshot
 from tests.component.stage.stage import snapshot
 from tests.unit.agent.world import World
 from tests.unit.web.metrics.pictures import with_hole

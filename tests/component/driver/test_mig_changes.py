@@ -10,7 +10,7 @@ import pytest
 from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, GPU_IS_LOST, NO_PERMISSION
 from gpumgr.driver.driver import Nvml
-from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile
+from gpumgr.placement.devices import Gpu, MigInstance, MigProfile
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode, prepare
 from tests.mig_profiles import H100

@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.driver import Nvml
-from gpumgr.placement.topology.devices import GpuProcess, MemoryLimit
+from gpumgr.placement.devices import GpuProcess, MemoryLimit
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.library import SimNode
 

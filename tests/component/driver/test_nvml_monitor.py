@@ -11,7 +11,7 @@ from gpumgr.common.files import replace_file
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.snapshot import read_pci_gpus
-from gpumgr.placement.topology.devices import MigInstance
+from gpumgr.placement.devices import MigInstance
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
 

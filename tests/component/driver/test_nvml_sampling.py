@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import DoubleBitError, Failed, HealthReading, Observation, Xid
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample
+from gpumgr.placement.devices import GpuProcess, GpuSample
 from gpumgr.sim import library
 from gpumgr.sim.control import SimLoad, SimProcess
 

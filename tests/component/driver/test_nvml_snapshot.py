@@ -9,7 +9,7 @@ from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.binding import NOT_SUPPORTED, DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import Failed
-from gpumgr.placement.topology.devices import Level, NodeSnapshot
+from gpumgr.placement.devices import Level, NodeSnapshot
 
 from .conftest import Prepare, give_up_after, opened, until_calls_return
 

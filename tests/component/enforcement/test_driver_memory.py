@@ -16,7 +16,7 @@ from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.usage.node_use import Container
-from gpumgr.placement.topology.devices import MemoryLimit
+from gpumgr.placement.devices import MemoryLimit
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
 from tests.component.driver.new_driver import NEW_NODE, lay_out_cgroups

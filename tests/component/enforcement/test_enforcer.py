@@ -22,8 +22,8 @@ from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import EnforcementTerms, GpuShare, Strength
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock
 from tests.shares import gpu_share

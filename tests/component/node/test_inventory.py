@@ -15,8 +15,8 @@ from gpumgr.kube.publisher.node_reporter import ENDING_SECONDS, InventoryReporte
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, Resize
 from gpumgr.ledger.quarantine import Quarantine
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, NamedGpu, PodView, ResizeRequest
+from gpumgr.placement.requests import ReplicaRequest
 from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import Clock, MemoryPods
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, snapshot_of, uuid_of, view_of, whole

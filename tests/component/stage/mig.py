@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.common.errors import NvmlError
-from gpumgr.placement.evaluators.mig import MigPlace
-from gpumgr.placement.topology.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
+from gpumgr.placement.devices import Gpu, MigInstance, MigProfile, NodeSnapshot
+from gpumgr.placement.mig import MigPlace
 from tests.mig_profiles import H100
 
 MEBIBYTES = 81559

@@ -31,8 +31,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
+from gpumgr.placement.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.placement.pods import ContainerSpec, PodKey, PodSandbox, PodView
-from gpumgr.placement.topology.devices import Gpu, Level, NodeSnapshot, Topology
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, Amounts, Resource
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 from gpumgr.sim.kubelet import SimContainer
 
 from .stage import WITHOUT_MIG, Stage, app, snapshot, stage

@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.kubelet.plugin_registration import SOCKET_STEMS
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, HostPaths
-from gpumgr.placement.topology.devices import NodeSnapshot, Topology
-from gpumgr.placement.topology.matrix import parse_topology
-from gpumgr.placement.topology.tree import render_tree
+from gpumgr.placement.devices import NodeSnapshot, Topology
+from gpumgr.placement.matrix import parse_topology
+from gpumgr.placement.tree import render_tree
 from gpumgr.web.graph import graph_text
 from tests.component.kubelet.deviceplugin.harness import kubelet_stub
 from tests.component.stage.stage import Stage, app, snapshot, stage

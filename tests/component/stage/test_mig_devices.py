@@ -16,7 +16,7 @@ from gpumgr.agent.mig_devices import MIG_DEVICE_GONE
 from gpumgr.agent.reconciler import GAP_SECONDS
 from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
-from gpumgr.placement.evaluators.mig import amounts_of, place_named
+from gpumgr.placement.mig import amounts_of, place_named
 from gpumgr.placement.pods import NamedGpu
 from gpumgr.sim.kubelet import PodStatus, SimPod
 from tests.mig_profiles import H100

@@ -16,7 +16,7 @@ from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
 from gpumgr.cluster.scheduler.objects import WatchedNode, WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.pages import ClusterPages, application_of
 from gpumgr.common.units import Amounts
-from gpumgr.placement.topology.devices import Level, Topology
+from gpumgr.placement.devices import Level, Topology
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.http_server import PageServer
 from tests.e2e.browser import visit

@@ -14,8 +14,8 @@ from gpumgr.common.units import RESOURCE_NAMES, RESOURCES
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec
+from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.sim.kubelet_pods import SimPod
 from tests.allocations import block_count
 from tests.component.stage.stage import app, init, snapshot

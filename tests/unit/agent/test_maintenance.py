@@ -16,8 +16,8 @@ from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import ClaimRequest
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
+from gpumgr.placement.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
-from gpumgr.placement.topology.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.sim.kubelet_pods import SimPod
 from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import Refused, World

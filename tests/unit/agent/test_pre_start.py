@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.inventory import EMPTY, HardwareHealth
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCES
-from gpumgr.placement.topology.devices import GpuFailure
+from gpumgr.placement.devices import GpuFailure
 from gpumgr.sim.kubelet_pods import SimContainer, SimKubeletError
 from tests.component.stage.stage import app
 from tests.unit.agent.world import World

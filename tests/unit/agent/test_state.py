@@ -8,7 +8,7 @@ from gpumgr.agent.state import OPEN_SECONDS, QUARANTINE_NOTE
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import BLOCK_BYTES, MEMORY_RESOURCE, Amounts
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
+from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample, NodeSnapshot
 from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import Refused, World
 

@@ -20,8 +20,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.ledger.rebuild import KubeletEntry, Rebuilt
+from gpumgr.placement.devices import NodeSnapshot
 from gpumgr.placement.pods import Listing, PodKey, PodView
-from gpumgr.placement.topology.devices import NodeSnapshot
 from gpumgr.sim.kubelet_devices import DeviceManager
 from gpumgr.sim.kubelet_plugins import DeviceList
 from gpumgr.sim.kubelet_pods import SimKubeletError, SimPod

@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli.topology import command
 from gpumgr.common.errors import InputError
-from gpumgr.placement.topology.matrix import parse_topology
+from gpumgr.placement.matrix import parse_topology
 from tests.topologies import topology_from_matrix
 
 DATA = Path(__file__).parents[2] / "data"

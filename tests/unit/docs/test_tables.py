@@ -13,7 +13,7 @@ from gpumgr.cli import group
 from gpumgr.cluster.claims.lifecycle import FAMILIES as CLAIMS
 from gpumgr.cluster.scheduler.metrics import FAMILIES
 from gpumgr.common.errors import RefusalCode
-from gpumgr.placement.topology.labels import gpu_labels
+from gpumgr.placement.labels import gpu_labels
 from gpumgr.settings.schema import is_live, sections
 from gpumgr.web.metrics import catalogue
 from tests.unit.web.metrics.pictures import snapshot_of

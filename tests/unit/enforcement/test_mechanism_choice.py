@@ -7,8 +7,8 @@ import pytest
 from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import MechanismChoice, choose_mechanisms, expand, mechanisms_for, override_for
 from gpumgr.ledger.gpu_share import GpuLimits, Strength, Strengths
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
-from gpumgr.placement.topology.devices import Gpu
 
 SOFT: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 HARD: Mapping[Resource, Strength] = {"core": "hard", "memory": "hard"}

@@ -15,7 +15,7 @@ from gpumgr.kube.cluster_annotations import (
     encode,
     mig_rows,
 )
-from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.placement.devices import score_matrix
 from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
 

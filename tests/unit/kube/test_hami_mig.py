@@ -14,7 +14,7 @@ from gpumgr.kube.hami_formats import (
 )
 from gpumgr.kube.pod_annotations import with_driver_ids
 from gpumgr.ledger.ledger import MigDevice
-from gpumgr.placement.evaluators.mig import place_named
+from gpumgr.placement.mig import place_named
 from tests.mig_profiles import H100
 
 #: As HAMi's EncodeMigAllocations writes it, and its plugin when the device is there.

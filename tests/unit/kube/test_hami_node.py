@@ -12,7 +12,7 @@ from gpumgr.kube.hami_formats import (
     encode_scores,
     registered_profiles,
 )
-from gpumgr.placement.evaluators.constraints import device_type
+from gpumgr.placement.requests import device_type
 from tests import mig_profiles
 
 GOLDEN = (

@@ -8,8 +8,8 @@ import pytest
 from gpumgr.common.units import Amounts
 from gpumgr.kube.hami_formats import placed_by_hami, replica_request
 from gpumgr.kube.pods import parse_pod, parse_quantity
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, PodView
+from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 RESOURCES = ReplicaResources()

@@ -6,8 +6,8 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 from gpumgr.ledger.ids import GpuRegistry, Masks
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeView
+from gpumgr.placement.devices import Level, Topology
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import Level, Topology
 
 
 def cards_of(blocks: Sequence[int]) -> GpuRegistry:

@@ -14,8 +14,8 @@ from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import node_devices
 from gpumgr.ledger.replicas import choose_replicas
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, PodView
+from gpumgr.placement.requests import ReplicaRequest
 from tests.unit.ledger.nodes import app, cards_of, empty, node_of, pod
 
 GIB = 1 << 30

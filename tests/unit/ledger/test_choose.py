@@ -9,8 +9,8 @@ from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
 from gpumgr.ledger.choose import Choice, Request, candidates, choose
 from gpumgr.ledger.ids import ALL_CORES, Masks, count
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.placement.evaluators.capacity import chain_needs
 from gpumgr.placement.pods import ContainerSpec
+from gpumgr.placement.requests import chain_needs
 from tests.allocations import allocated
 
 from .nodes import app, empty, init, node_of, pod, sidecar

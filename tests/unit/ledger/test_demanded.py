@@ -14,10 +14,9 @@ from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.replicas import choose_replicas
-from gpumgr.placement.evaluators.constraints import Constraints
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import Gpu
+from gpumgr.placement.requests import Constraints, ReplicaRequest
 from tests.allocations import allocated
 
 from .nodes import app, empty, init, node_of, pod, topology_of

@@ -3,7 +3,7 @@
 import pytest
 
 from gpumgr.ledger.gpu_share import GpuLimits, Strengths, describe_limits, gpu_limits
-from gpumgr.placement.topology.devices import Gpu
+from gpumgr.placement.devices import Gpu
 
 STRENGTHS: Strengths = {
     "nvml-memory": {"memory": "hard"},

@@ -11,9 +11,8 @@ from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, PodView
+from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from tests.allocations import allocated, block_count
 
 from .nodes import app, empty, init, node_of, pod, sidecar

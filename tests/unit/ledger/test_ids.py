@@ -16,7 +16,7 @@ from gpumgr.ledger.ids import (
     minus,
     union,
 )
-from gpumgr.placement.topology.tree import indices
+from gpumgr.placement.tree import indices
 
 from .nodes import cards_of
 

@@ -18,7 +18,7 @@ from gpumgr.ledger.instances import (
 )
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
-from gpumgr.placement.topology.devices import Gpu, MigInstance, NodeSnapshot, Topology
+from gpumgr.placement.devices import Gpu, MigInstance, NodeSnapshot, Topology
 
 
 def mig(uuid: str, profile: str = "1g.10gb", number: int = 1) -> MigInstance:

@@ -10,9 +10,9 @@ from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import GpuDevices, NodeView, node_devices
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.devices import Gpu, Level, Topology
 from gpumgr.placement.pods import ContainerSpec
-from gpumgr.placement.topology.devices import Gpu, Level, Topology
+from gpumgr.placement.requests import ReplicaRequest
 
 from .nodes import pod
 

@@ -10,9 +10,8 @@ from gpumgr.ledger.answer import CONTROL_NODES, Granted, GrantedGpu, HostPaths, 
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
 from gpumgr.placement.pods import ContainerSpec, Listing, PodView
+from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from tests.allocations import allocated, block_count
 from tests.listings import listing_from
 

@@ -19,7 +19,7 @@ from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.ledger.usage.join import join
-from gpumgr.placement.topology.devices import GpuFailure, GpuProcess, NodeSample
+from gpumgr.placement.devices import GpuFailure, GpuProcess, NodeSample
 from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.topologies import topology_from_matrix
 from tests.unit.ledger.usage.samples import container

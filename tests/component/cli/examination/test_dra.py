@@ -16,7 +16,7 @@ from gpumgr.kube.client import Right
 from gpumgr.kubelet.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
-from gpumgr.placement.topology.devices import Gpu
+from gpumgr.placement.devices import Gpu
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer

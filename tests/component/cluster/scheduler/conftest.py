@@ -24,8 +24,8 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.topology.devices import score_matrix
+from gpumgr.placement.devices import score_matrix
+from gpumgr.placement.requests import ContainerKind
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.web.http_server import HttpServer

@@ -13,7 +13,7 @@ from gpumgr.cluster.scheduler.objects import parse_node
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu, mig_rows
 from gpumgr.kube.pods import parse_pod
-from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.devices import MigProfile
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from gpumgr.sim.apiserver_objects import WatchedObjects

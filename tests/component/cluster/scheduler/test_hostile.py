@@ -9,7 +9,7 @@ import pytest
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.scheduler.objects import parse_node
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
 

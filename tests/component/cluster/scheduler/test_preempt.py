@@ -15,7 +15,7 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.victims import Eviction, find_eviction
 from gpumgr.cluster.scheduler import preemption
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from tests.background import until
 
 from .conftest import Json, Stage, pod

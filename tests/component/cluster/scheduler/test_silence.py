@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.pages import page_server
 from gpumgr.kube.reflector import prompt_watches
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.sim.apiserver_objects import failure

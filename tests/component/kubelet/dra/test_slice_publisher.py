@@ -15,7 +15,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.kubelet.slice_publisher import PublishTimes, SlicePublisher
 from gpumgr.kubelet.slices import SliceDevice, Taint, resource_slice, slice_name
-from gpumgr.placement.topology.devices import Gpu
+from gpumgr.placement.devices import Gpu
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import failure
 from tests.background import background, until

@@ -17,8 +17,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
+from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import PodKey
-from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
+from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ClaimUse, PodView
-from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.settings.schema import EnforcementSettings
 from tests.unit.ledger.usage.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of

@@ -12,8 +12,8 @@ from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation, MigDevice
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.ledger.usage.node_use import TurnUse
+from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import PodView, ResizeRequest
-from gpumgr.placement.topology.devices import NodeSample
 from gpumgr.runtime import suspensions
 from gpumgr.settings.schema import EnforcementSettings
 from tests.background import background

@@ -11,7 +11,7 @@ import pytest
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 from tests.background import background, until

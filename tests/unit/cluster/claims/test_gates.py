@@ -7,7 +7,7 @@ from gpumgr.cluster.claims.objects import UnboundPod
 from gpumgr.cluster.core.node import GpuKind, NodeState
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 
 A100 = (GpuKind("NVIDIA A100", "A100", "public"), 40960)
 V100 = (GpuKind("Tesla V100", "V100", "public"), 16384)

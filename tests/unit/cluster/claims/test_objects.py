@@ -8,7 +8,7 @@ from gpumgr.cluster.claims.objects import parse_claim, parse_slice, parse_templa
 from gpumgr.cluster.core.request import ContainerRequest
 from gpumgr.cluster.scheduler.objects import QuotaLabels
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 
 Json = dict[str, Any]
 META = {"namespace": "team", "name": "x", "uid": "u"}

@@ -12,8 +12,7 @@ from gpumgr.cluster.core.node import NodeState, Used, node_of_equal_gpus
 from gpumgr.cluster.core.request import PodUse, Policy, replica_request, vcuda_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from tests.cluster_states import GPU_MEBIBYTES, expect, node_state, request, share
 
 WHOLE = Amounts(100, GPU_MEBIBYTES)

@@ -14,7 +14,7 @@ from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 from tests.cluster_states import constrained, expect, fits, node_state, request, share
 
 MODELS = ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA H100 80GB HBM3", "")

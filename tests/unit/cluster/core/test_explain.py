@@ -7,7 +7,7 @@ from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.request import PodRequest
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from tests.cluster_states import expect, node_state, request, share
 
 

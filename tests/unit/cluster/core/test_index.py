@@ -23,8 +23,7 @@ from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy, Shares
 from gpumgr.cluster.core.shape import Rejection, Shape, least_stranded, stranded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind
-from gpumgr.placement.evaluators.constraints import UNCONSTRAINED, Constraints
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind
 from tests.cluster_states import expect, fits, hami, node_state, request, share, together, with_mig, with_replicas
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))

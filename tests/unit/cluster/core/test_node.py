@@ -4,7 +4,7 @@ import pytest
 
 from gpumgr.cluster.core.node import GpuState, NodeState, summarize
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from tests.cluster_states import request
 
 MEMORY = 1000

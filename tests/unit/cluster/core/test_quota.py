@@ -16,7 +16,7 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.capacity import ContainerKind
+from gpumgr.placement.requests import ContainerKind
 from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, node_state, request, share
 
 

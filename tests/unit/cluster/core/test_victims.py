@@ -15,7 +15,7 @@ from gpumgr.cluster.core.request import PlacedPod, PodRequest, replica_request
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 from tests.cluster_states import expect, node_state, request, share
 
 NODE = node_state("a", 4)

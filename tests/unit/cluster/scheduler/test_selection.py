@@ -7,7 +7,7 @@ import pytest
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
 from gpumgr.common.errors import Refusal
 from gpumgr.kube.selection import constraints_of
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Shape
 from gpumgr.cluster.simulation.policies import POLICIES, Placer, make_placer, sample_size
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 
 
 def spec(name: str, gpus: int, cpus: int = 64, blocks: int = 0, model: str = "A100") -> NodeSpec:

@@ -7,7 +7,7 @@ import pytest
 from gpumgr.cluster.simulation.model import NodeSpec, Shape
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods
 from gpumgr.common.errors import InputError
-from gpumgr.placement.evaluators.constraints import Constraints
+from gpumgr.placement.requests import Constraints
 
 NODE = NodeSpec(name="a", gpus=2, model="A100", memory_blocks=40, cpu_milli=8000, ram_mebibytes=64)
 POD_HEADER = "name,gpus,cores,memory_blocks,cpu_milli,ram_mebibytes,gpu_models,arrival_seconds"

@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.compat.hami.takeover import specs
 from gpumgr.compat.objects import PodSpec
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
 

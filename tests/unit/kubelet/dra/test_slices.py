@@ -25,7 +25,7 @@ from gpumgr.kubelet.slices import (
     slice_name,
     with_lost,
 )
-from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
+from gpumgr.placement.devices import Gpu, NodeSnapshot
 from tests.topologies import topology_from_matrix
 
 SEMVER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")

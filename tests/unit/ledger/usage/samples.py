@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.usage.join import join
 from gpumgr.ledger.usage.node_use import Container, NodeUse
+from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodKey
-from gpumgr.placement.topology.devices import GpuProcess, GpuSample, NodeSample
 from tests.unit.web.metrics.pictures import uuid_of
 
 MIB = 2**20

@@ -10,8 +10,8 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry, gpu_name
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
+from gpumgr.placement.devices import Gpu, GpuFailure, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.placement.pods import PodKey
-from gpumgr.placement.topology.devices import Gpu, GpuFailure, GpuSample, Level, NodeSample, NodeSnapshot, Topology
 from tests.allocations import allocated
 
 BLOCKS = 8

@@ -8,7 +8,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.quarantine import Quarantine
-from gpumgr.placement.topology.devices import GpuSample, NodeSample
+from gpumgr.placement.devices import GpuSample, NodeSample
 
 from .pages import metrics_of, ours, text_of
 from .pictures import BLOCKS, allocation, name_of, sample_of, uuid_of, view_of, whole

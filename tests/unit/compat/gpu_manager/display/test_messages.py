@@ -16,8 +16,8 @@ from gpumgr.compat.gpu_manager.display import answer_of, graph_message, usage_me
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.topology.devices import NodeSample
 from tests.component.stage.stage import MemoryPods
 from tests.display_api import as_json, display, golden
 from tests.unit.ledger.usage.samples import MIB, container, sample, used

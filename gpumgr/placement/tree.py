@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gpumgr.placement.topology.devices import Level, Topology
-from gpumgr.placement.topology.matrix import cell_text
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.matrix import cell_text
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

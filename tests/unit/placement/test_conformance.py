@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.select import Placement, place
-from gpumgr.placement.topology.devices import Topology
+from gpumgr.placement.devices import Topology
+from gpumgr.placement.select import GpuCapacity, Placement, place
 from tests.topologies import topology_from_matrix
-from tests.unit.placement.evaluators.nodes import capacities
+from tests.unit.placement.nodes import capacities
 
-CASES = json.loads((Path(__file__).parents[3] / "data" / "conformance" / "placement.json").read_text())
+CASES = json.loads((Path(__file__).parents[2] / "data" / "conformance" / "placement.json").read_text())
 TOPOLOGIES = {name: topology_from_matrix(value["matrix"]) for name, value in CASES["topologies"].items()}
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection
 
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.topology.devices import Level, Topology
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.select import GpuCapacity
 
 BLOCKS = 320
 

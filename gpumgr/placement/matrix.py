@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from gpumgr.common.errors import InputError
-from gpumgr.placement.topology.devices import Level, Link, Topology
+from gpumgr.placement.devices import Level, Link, Topology
 
 MAX_GPUS: Final = 64
 _LEVELS: Final[dict[str, Level]] = {**{level.name: level for level in Level}, "SOC": Level.SYS, "N/A": Level.SYS}

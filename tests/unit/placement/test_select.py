@@ -6,11 +6,10 @@ from random import Random
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.link import PartitionSearch, TooManySets, choose_set
-from gpumgr.placement.evaluators.select import check_request, place
-from gpumgr.placement.topology.devices import Level, Topology, score_matrix
-from tests.unit.placement.evaluators.nodes import capacities, node
+from gpumgr.placement.devices import Level, Topology, score_matrix
+from gpumgr.placement.link import PartitionSearch, TooManySets, choose_set
+from gpumgr.placement.select import GpuCapacity, check_request, place
+from tests.unit.placement.nodes import capacities, node
 
 PAIRS = node(4, lambda a, b: (Level.PIX if a // 2 == b // 2 else Level.SYS, 0))
 

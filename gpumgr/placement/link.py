@@ -28,8 +28,8 @@ from functools import lru_cache
 from operator import add
 from typing import Final
 
-from gpumgr.placement.topology.devices import Scores, Topology, score_matrix, set_score
-from gpumgr.placement.topology.tree import Group, build_tree, enclosing_group, groups_smallest_first, mask_of
+from gpumgr.placement.devices import Scores, Topology, score_matrix, set_score
+from gpumgr.placement.tree import Group, build_tree, enclosing_group, groups_smallest_first, mask_of
 
 #: Steps before the search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case). Enough for every node of
 #: up to 12 GPUs, and for 16 GPUs with the symmetry of real boards.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.requests import ReplicaRequest
 
 MEBIBYTES = 4096
 BY_HAMI = (("GPU-a", 1024),)

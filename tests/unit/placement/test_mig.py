@@ -3,8 +3,8 @@
 import pytest
 
 from gpumgr.common.units import Amounts
-from gpumgr.placement.evaluators.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
+from gpumgr.placement.mig import MigPlace, amounts_of, find_place, place_at, place_named, serves
+from gpumgr.placement.requests import ReplicaRequest
 from tests.mig_profiles import H100
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from gpumgr.driver.snapshot import level_of
-from gpumgr.placement.topology.devices import Level, Topology
-from gpumgr.placement.topology.matrix import parse_topology
-from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, render_matrix, render_tree, tree_data
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.matrix import parse_topology
+from gpumgr.placement.tree import build_tree, enclosing_group, fragment_choice, render_matrix, render_tree, tree_data
 from tests.topologies import topology_from_matrix
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[2] / "data"
 CONFORMANCE = DATA / "conformance"
 
 

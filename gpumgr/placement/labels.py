@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from gpumgr.placement.topology.devices import Gpu, NodeSnapshot
+from gpumgr.placement.devices import Gpu, NodeSnapshot
 
 MODEL: Final = "gaia.tencent.com/gpu-model"
 NVIDIA: Final = "nvidia.com/"

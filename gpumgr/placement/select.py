@@ -15,17 +15,36 @@ import msgspec
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import BLOCK_BYTES, CORE_RESOURCE, CORES_PER_GPU, MEMORY_RESOURCE, count_text
-from gpumgr.placement.evaluators.capacity import GpuCapacity
-from gpumgr.placement.evaluators.link import choose_set, has_room
-from gpumgr.placement.topology.devices import Topology, score_matrix, set_score
-from gpumgr.placement.topology.tree import build_tree, enclosing_group, fragment_choice, mask_of
+from gpumgr.placement.devices import Topology, score_matrix, set_score
+from gpumgr.placement.link import choose_set, has_room
+from gpumgr.placement.tree import build_tree, enclosing_group, fragment_choice, mask_of
 
-__all__ = ["Evaluator", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]
+__all__ = ["Evaluator", "GpuCapacity", "Placement", "Policy", "check_request", "evaluator_for", "find", "place"]
 
 Evaluator = Literal["link", "fragment", "share"]
 Policy = Literal["binpack", "spread"]
 
 _LISTED_GPUS: Final = 16
+
+
+class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU's free capacity for one request.
+
+    `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are free. A GPU with `healthy` False can't be
+    chosen; `note` has the reason ("XID 79", "MIG enabled"). `label` is its name in refusals, GPU<index> by default.
+    """
+
+    index: int
+    cores_free: int
+    memory_blocks_free: int
+    entirely_free: bool
+    healthy: bool = True
+    label: str | None = None
+    note: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.label or f"GPU{self.index}"
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.placement.topology.devices import NodeSnapshot
-from gpumgr.placement.topology.labels import MODEL, capability_of, clean, gpu_labels, model_label
+from gpumgr.placement.devices import NodeSnapshot
+from gpumgr.placement.labels import MODEL, capability_of, clean, gpu_labels, model_label
 from gpumgr.sim.apiserver_objects import problem_of
 from tests.unit.web.metrics.pictures import snapshot_of
 

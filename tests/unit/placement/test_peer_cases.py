@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from gpumgr.common.errors import Refusal
-from gpumgr.placement.evaluators.select import place
-from gpumgr.placement.topology.devices import Level, Topology
-from tests.unit.placement.evaluators.nodes import capacities, node
+from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.select import place
+from tests.unit.placement.nodes import capacities, node
 
 
 def pairs(text: str) -> set[tuple[int, int]]:

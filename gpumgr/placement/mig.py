@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.evaluators.replicas import ReplicaRequest
-from gpumgr.placement.topology.devices import MigProfile
+from gpumgr.placement.devices import MigProfile
+from gpumgr.placement.requests import ReplicaRequest
 
 #: Devices of these profiles are created at the last free place, so that larger devices still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import InputError
-from gpumgr.placement.topology.devices import Level, Link
-from gpumgr.placement.topology.matrix import Nic, parse_topology
-from gpumgr.placement.topology.tree import matrix_cells
+from gpumgr.placement.devices import Level, Link
+from gpumgr.placement.matrix import Nic, parse_topology
+from gpumgr.placement.tree import matrix_cells
 from tests.topologies import topology_from_matrix
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[2] / "data"
 TOPO = DATA / "topo"
 
 
