@@ -12,7 +12,8 @@ from typing import Final
 from tools.limiter import SOURCES
 
 #: The functions up to CUDA 13.5 that need no hook: they start no work on a GPU, or take so little of its memory that the
-#: driver's figure is enough (external and graphics memory belong to others; green contexts are charged by that figure).
+#: driver's figure is enough (external and graphics memory belong to others; green contexts are charged by that figure). Captures to CIG are
+#: for command lists of Direct3D 12, which Linux does not have.
 _WITHOUT_HOOK: Final = Path(__file__).with_suffix(".txt")
 _TABLE: Final = """
 #define HOOK(symbol, base, version, variant) HOOKED base symbol

@@ -1,4 +1,4 @@
-/* dlsym: gm_dlsym_pick(handle, name, caller) answers a wrapper, or NULL; then the C library's dlsym is entered by a jump, with the
+/* dlsym: gm_dlsym_pick(handle, name, caller) answers a wrapper; or 1: there is no such function; or NULL: then the C library's dlsym is entered by a jump, with the
  * arguments and the return address of our caller, on which RTLD_NEXT and RTLD_DEFAULT depend. */
     .text
     .globl dlsym
@@ -23,7 +23,10 @@ dlsym:
     .cfi_adjust_cfa_offset -8
     testq %rax, %rax
     jz 1f
-    ret
+    cmpq $1, %rax
+    jne 2f
+    xorl %eax, %eax
+2:  ret
 1:  movq gm_real_dlsym(%rip), %rax
     jmp *%rax
     .cfi_endproc
@@ -45,7 +48,8 @@ dlsym:
     .cfi_restore 30
     .cfi_adjust_cfa_offset -32
     cbz x9, 1f
-    mov x0, x9
+    cmp x9, #1
+    csel x0, xzr, x9, eq
     ret
 1:  adrp x9, gm_real_dlsym
     ldr x9, [x9, #:lo12:gm_real_dlsym]

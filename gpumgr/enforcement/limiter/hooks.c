@@ -86,27 +86,26 @@ static bool of_the_driver(void *caller) {
     return !strncmp(name, "libcuda.so", 10) || !strncmp(name, "libnvidia-", 10) || !strncmp(name, "libcudadebugger", 15);
 }
 
+#define NOTHING ((void *)1) /* dlsym.S */
 static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
     for (int i = 0; i < GM_HOOKS; i++) {
         if (strcmp(name, hooks[i].symbol)) continue;
         void *of_driver = gm_real(i);
         bool anywhere = handle == RTLD_NEXT || handle == RTLD_DEFAULT; /* there the C library may find the stub */
+        if (!of_driver && anywhere && real(RTLD_DEFAULT, name) == hooks[i].stub)
+            return real(RTLD_NEXT, name) ?: NOTHING; /* with an error for dlerror */
         if (!of_driver) return NULL;
         if (of_the_driver(caller)) return anywhere ? of_driver : NULL;
         return anywhere || real(handle, name) == of_driver ? hooks[i].stub : NULL;
     }
     return NULL;
 }
-/* What dlsym returns: a stub, or for the driver's own libraries the driver's function. NULL: the C library decides. */
+/* What dlsym returns: a stub, or for the driver's own libraries the driver's function. NULL: the C library decides. NOTHING: NULL, since
+ * there is no driver, or it lacks the function. */
 EARLY void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
     dlsym_t real = real_dlsym();
     bool drivers = name && ((name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v'));
     return drivers ? pick(real, handle, name, caller) : NULL;
-}
-
-/* Does the driver's cuGetProcAddress return the addresses that dlsym finds? Then an address that no hook has is an unknown version. */
-static bool same_addresses(void *asked, const char *known) {
-    return asked && asked == gm_driver_function(known);
 }
 
 static void *wrapper_of(const char *name, void *found, int version, unsigned long long flags) {
@@ -118,13 +117,13 @@ static void *wrapper_of(const char *name, void *found, int version, unsigned lon
                       (hooks[i].variant == hooks[best].variant && hooks[i].version > hooks[best].version);
         if (better && (hooks[i].variant == GM_ANY || per_thread == GM_PTSZ)) best = i;
     }
-    /* If the driver returns other addresses than dlsym finds, the table of hooks decides. */
+    /* If the driver returns the addresses that dlsym finds, one that no hook has is an unknown version; else the table of hooks decides. */
     static atomic_int answers_symbols; /* 0: not known, 1: yes, 2: no */
     if (best >= 0 && !atomic_load(&answers_symbols)) {
         void *probe = NULL;
         int (*ask)(const char *, void **, int, unsigned long long, void *) = gm_real(GM_HOOK_cuGetProcAddress_v2);
         if (ask) ask("cuDriverGetVersion", &probe, 12000, 0, NULL);
-        atomic_store(&answers_symbols, !ask || same_addresses(probe, "cuDriverGetVersion") ? 1 : 2);
+        atomic_store(&answers_symbols, !ask || (probe && probe == gm_driver_function("cuDriverGetVersion")) ? 1 : 2);
     }
     if (best < 0 || atomic_load(&answers_symbols) == 1) {
         struct gm_process *p = best < 0 || !hooks[best].wrapper ? NULL : gm_process();

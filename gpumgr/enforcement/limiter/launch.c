@@ -78,35 +78,24 @@ static bool on_device(CUdeviceptr at) {
         if ((bytes) < SMALL_BYTES || !(inside)) return call;                                                                       \
         GATED(stream, per_thread, call);                                                                                           \
     } while (0)
-#define COPY(symbol, per_thread, inside)                                                                                           \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n)) {                                                             \
-        MOVED(n, inside, NULL, per_thread, CALL(symbol, to, from, n));                                                             \
-    }
+/* A wrapper of a copy or memset; behind `stream` are the arguments of the driver's function. */
+#define MOVES(symbol, per_thread, parameters, bytes, inside, stream, ...)                                                          \
+    GM_WRAPPER(symbol, parameters) { MOVED(bytes, inside, stream, per_thread, CALL(symbol, __VA_ARGS__)); }
+#define COPY(symbol, per_thread, inside) MOVES(symbol, per_thread, (CUdeviceptr to, CUdeviceptr from, size_t n), n, inside, NULL, to, from, n)
 #define COPY_ASYNC(symbol, per_thread, inside)                                                                                     \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n, CUstream stream)) {                                            \
-        MOVED(n, inside, stream, per_thread, CALL(symbol, to, from, n, stream));                                                   \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, CUdeviceptr from, size_t n, CUstream stream), n, inside, stream, to, from, n, stream)
 #define PEER(symbol, per_thread)                                                                                                   \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n)) {                                   \
-        MOVED(n, true, NULL, per_thread, CALL(symbol, to, c, from, d, n));                                                         \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n), n, true, NULL, to, c, from, d, n)
 #define PEER_ASYNC(symbol, per_thread)                                                                                             \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n, CUstream stream)) {                  \
-        MOVED(n, true, stream, per_thread, CALL(symbol, to, c, from, d, n, stream));                                               \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, CUcontext c, CUdeviceptr from, CUcontext d, size_t n, CUstream stream),             \
+          n, true, stream, to, c, from, d, n, stream)
 /* From and to arrays; `at`: a byte of an array. */
 #define TO_ARRAY(symbol, per_thread)                                                                                               \
-    GM_WRAPPER(symbol, (CUarray to, size_t at, CUdeviceptr from, size_t n)) {                                                      \
-        MOVED(n, true, NULL, per_thread, CALL(symbol, to, at, from, n));                                                           \
-    }
+    MOVES(symbol, per_thread, (CUarray to, size_t at, CUdeviceptr from, size_t n), n, true, NULL, to, at, from, n)
 #define FROM_ARRAY(symbol, per_thread)                                                                                             \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUarray from, size_t at, size_t n)) {                                                      \
-        MOVED(n, true, NULL, per_thread, CALL(symbol, to, from, at, n));                                                           \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, CUarray from, size_t at, size_t n), n, true, NULL, to, from, at, n)
 #define ARRAYS(symbol, per_thread)                                                                                                 \
-    GM_WRAPPER(symbol, (CUarray to, size_t to_at, CUarray from, size_t at, size_t n)) {                                            \
-        MOVED(n, true, NULL, per_thread, CALL(symbol, to, to_at, from, at, n));                                                    \
-    }
+    MOVES(symbol, per_thread, (CUarray to, size_t to_at, CUarray from, size_t at, size_t n), n, true, NULL, to, to_at, from, at, n)
 /* CUDA_MEMCPY2D, CUDA_MEMCPY3D and CUDA_MEMCPY3D_PEER, which has contexts in `unused` */
 struct place2 { size_t x, y; int type; void *host; CUdeviceptr device; void *array; size_t pitch; };
 struct place3 { size_t x, y, z, level; int type; void *host; CUdeviceptr device; void *array, *unused; size_t pitch, height; };
@@ -117,13 +106,9 @@ static size_t copy3_bytes(const struct copy3 *c) { return c ? c->width * c->heig
 /* Types: 1 the host, 2 a device, 3 an array, 4 what the address says. */
 #define INSIDE(place) ((place).type == 2 || (place).type == 3 || ((place).type == 4 && on_device((place).device)))
 #define SHAPE(symbol, per_thread, type)                                                                                            \
-    GM_WRAPPER(symbol, (const struct type *c)) {                                                                                   \
-        MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), NULL, per_thread, CALL(symbol, c));                               \
-    }
+    MOVES(symbol, per_thread, (const struct type *c), type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), NULL, c)
 #define SHAPE_ASYNC(symbol, per_thread, type)                                                                                      \
-    GM_WRAPPER(symbol, (const struct type *c, CUstream stream)) {                                                                  \
-        MOVED(type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, per_thread, CALL(symbol, c, stream));                     \
-    }
+    MOVES(symbol, per_thread, (const struct type *c, CUstream stream), type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, c, stream)
 /* How many bytes a batch copies inside device memory; counted only until it needs a turn. The driver is asked for each address, since one
  * batch may have copies of every direction. */
 static uint64_t batch_bytes(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t n) {
@@ -146,31 +131,22 @@ static uint64_t batch3_bytes(const struct batched *list, size_t n) {
 }
 #define LISTS CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t n, void *attributes, size_t *which, size_t kinds
 #define BATCH_V1(symbol, per_thread)                                                                                               \
-    GM_WRAPPER(symbol, (LISTS, size_t *failed, CUstream stream)) {                                                                 \
-        MOVED(batch_bytes(to, from, sizes, n), true, stream, per_thread,                                                           \
-              CALL(symbol, to, from, sizes, n, attributes, which, kinds, failed, stream));                                         \
-    }
+    MOVES(symbol, per_thread, (LISTS, size_t *failed, CUstream stream),                                                            \
+          batch_bytes(to, from, sizes, n), true, stream, to, from, sizes, n, attributes, which, kinds, failed, stream)
 #define BATCH(symbol, per_thread)                                                                                                  \
-    GM_WRAPPER(symbol, (LISTS, CUstream stream)) {                                                                                 \
-        MOVED(batch_bytes(to, from, sizes, n), true, stream, per_thread,                                                           \
-              CALL(symbol, to, from, sizes, n, attributes, which, kinds, stream));                                                 \
-    }
+    MOVES(symbol, per_thread, (LISTS, CUstream stream),                                                                            \
+          batch_bytes(to, from, sizes, n), true, stream, to, from, sizes, n, attributes, which, kinds, stream)
 #define BATCH3_V1(symbol, per_thread)                                                                                              \
-    GM_WRAPPER(symbol, (size_t n, struct batched *list, size_t *failed, unsigned long long flags, CUstream stream)) {              \
-        MOVED(batch3_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, failed, flags, stream));                      \
-    }
+    MOVES(symbol, per_thread, (size_t n, struct batched *list, size_t *failed, unsigned long long flags, CUstream stream),         \
+          batch3_bytes(list, n), true, stream, n, list, failed, flags, stream)
 #define BATCH3(symbol, per_thread)                                                                                                 \
-    GM_WRAPPER(symbol, (size_t n, struct batched *list, unsigned long long flags, CUstream stream)) {                              \
-        MOVED(batch3_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, flags, stream));                              \
-    }
+    MOVES(symbol, per_thread, (size_t n, struct batched *list, unsigned long long flags, CUstream stream),                         \
+          batch3_bytes(list, n), true, stream, n, list, flags, stream)
 #define BOX(symbol, per_thread)                                                                                                    \
-    GM_WRAPPER(symbol, (struct batched *c, unsigned long long flags, CUstream stream)) {                                           \
-        MOVED(batch3_bytes(c, 1), true, stream, per_thread, CALL(symbol, c, flags, stream));                                       \
-    }
+    MOVES(symbol, per_thread, (struct batched *c, unsigned long long flags, CUstream stream), batch3_bytes(c, 1), true, stream, c, flags, stream)
 #define WITH_ATTRIBUTES(symbol, per_thread)                                                                                        \
-    GM_WRAPPER(symbol, (CUdeviceptr to, CUdeviceptr from, size_t n, void *attributes, CUstream stream)) {                          \
-        MOVED(n, on_device(to) && on_device(from), stream, per_thread, CALL(symbol, to, from, n, attributes, stream));             \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, CUdeviceptr from, size_t n, void *attributes, CUstream stream),                     \
+          n, on_device(to) && on_device(from), stream, to, from, n, attributes, stream)
 /* CUDA_FABRIC_COPY_BATCH_OP: from or to the memory of another GPU, which has an address or a number. */
 struct fabric { uint64_t from[3], to[3]; size_t bytes; uint flags; };
 static uint64_t fabric_bytes(const struct fabric *list, size_t n) {
@@ -179,29 +155,22 @@ static uint64_t fabric_bytes(const struct fabric *list, size_t n) {
     return all;
 }
 #define FABRIC(symbol, per_thread)                                                                                                 \
-    GM_WRAPPER(symbol, (size_t n, struct fabric *list, unsigned long long flags, CUstream stream)) {                               \
-        MOVED(fabric_bytes(list, n), true, stream, per_thread, CALL(symbol, n, list, flags, stream));                              \
-    }
+    MOVES(symbol, per_thread, (size_t n, struct fabric *list, unsigned long long flags, CUstream stream),                          \
+          fabric_bytes(list, n), true, stream, n, list, flags, stream)
 #define DECOMPRESS(symbol, per_thread)                                                                                             \
     GM_WRAPPER(symbol, (void *list, size_t n, uint flags, size_t *failed, CUstream stream)) {                                      \
         GATED(stream, per_thread, CALL(symbol, list, n, flags, failed, stream));                                                   \
     }
 #define FILL(symbol, per_thread, type)                                                                                             \
-    GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n)) {                                                                   \
-        MOVED(n * sizeof(type), true, NULL, per_thread, CALL(symbol, to, value, n));                                               \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, type value, size_t n), n * sizeof(type), true, NULL, to, value, n)
 #define FILL_ASYNC(symbol, per_thread, type)                                                                                       \
-    GM_WRAPPER(symbol, (CUdeviceptr to, type value, size_t n, CUstream stream)) {                                                  \
-        MOVED(n * sizeof(type), true, stream, per_thread, CALL(symbol, to, value, n, stream));                                     \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, type value, size_t n, CUstream stream), n * sizeof(type), true, stream, to, value, n, stream)
 #define FILL2(symbol, per_thread, type)                                                                                            \
-    GM_WRAPPER(symbol, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows)) {                                    \
-        MOVED(width * rows * sizeof(type), true, NULL, per_thread, CALL(symbol, to, pitch, value, width, rows));                   \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows),                               \
+          width * rows * sizeof(type), true, NULL, to, pitch, value, width, rows)
 #define FILL2_ASYNC(symbol, per_thread, type)                                                                                      \
-    GM_WRAPPER(symbol, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows, CUstream stream)) {                   \
-        MOVED(width * rows * sizeof(type), true, stream, per_thread, CALL(symbol, to, pitch, value, width, rows, stream));         \
-    }
+    MOVES(symbol, per_thread, (CUdeviceptr to, size_t pitch, type value, size_t width, size_t rows, CUstream stream),              \
+          width * rows * sizeof(type), true, stream, to, pitch, value, width, rows, stream)
 COPY(cuMemcpyDtoD_v2, false, true) COPY(cuMemcpyDtoD_v2_ptds, true, true)
 COPY(cuMemcpy, false, on_device(to) && on_device(from)) COPY(cuMemcpy_ptds, true, on_device(to) && on_device(from))
 COPY_ASYNC(cuMemcpyDtoDAsync_v2, false, true) COPY_ASYNC(cuMemcpyDtoDAsync_v2_ptsz, true, true)
@@ -239,25 +208,20 @@ FILL_ASYNC(cuMemsetD32Async, false, uint) FILL_ASYNC(cuMemsetD32Async_ptsz, true
 FILL2(cuMemsetD2D32_v2, false, uint) FILL2(cuMemsetD2D32_v2_ptds, true, uint)
 FILL2_ASYNC(cuMemsetD2D32Async, false, uint) FILL2_ASYNC(cuMemsetD2D32Async_ptsz, true, uint)
 
-#define CAPTURING(stream, per_thread, call)                                                                                        \
-    do {                                                                                                                           \
+#define CAPTURES(symbol, per_thread, parameters, ...)                                                                              \
+    GM_WRAPPER(symbol, parameters) {                                                                                               \
         gm_capture_begins(stream, per_thread);                                                                                     \
-        CUresult result = call;                                                                                                    \
+        CUresult result = CALL(symbol, __VA_ARGS__);                                                                               \
         if (result != CUDA_SUCCESS) gm_capture_ended();                                                                            \
         return result;                                                                                                             \
-    } while (0)
-#define BEGIN_CAPTURE_V1(symbol, per_thread)                                                                                       \
-    GM_WRAPPER(symbol, (CUstream stream)) { CAPTURING(stream, per_thread, CALL(symbol, stream)); }
-#define BEGIN_CAPTURE(symbol, per_thread)                                                                                          \
-    GM_WRAPPER(symbol, (CUstream stream, int mode)) { CAPTURING(stream, per_thread, CALL(symbol, stream, mode)); }
+    }
+#define BEGIN_CAPTURE_V1(symbol, per_thread) CAPTURES(symbol, per_thread, (CUstream stream), stream)
+#define BEGIN_CAPTURE(symbol, per_thread) CAPTURES(symbol, per_thread, (CUstream stream, int mode), stream, mode)
 #define BEGIN_CAPTURE_TO_GRAPH(symbol, per_thread)                                                                                 \
-    GM_WRAPPER(symbol, (CUstream stream, CUgraph graph, const void *nodes, const void *edges, size_t n, int mode)) {               \
-        CAPTURING(stream, per_thread, CALL(symbol, stream, graph, nodes, edges, n, mode));                                         \
-    }
+    CAPTURES(symbol, per_thread, (CUstream stream, CUgraph graph, const void *nodes, const void *edges, size_t n, int mode),       \
+             stream, graph, nodes, edges, n, mode)
 #define BEGIN_RECAPTURE(symbol, per_thread)                                                                                        \
-    GM_WRAPPER(symbol, (CUstream stream, int mode, CUgraph graph, void *differs, void *data)) {                                    \
-        CAPTURING(stream, per_thread, CALL(symbol, stream, mode, graph, differs, data));                                           \
-    }
+    CAPTURES(symbol, per_thread, (CUstream stream, int mode, CUgraph graph, void *differs, void *data), stream, mode, graph, differs, data)
 BEGIN_CAPTURE_V1(cuStreamBeginCapture, false)
 BEGIN_CAPTURE_V1(cuStreamBeginCapture_ptsz, true)
 BEGIN_CAPTURE(cuStreamBeginCapture_v2, false)
@@ -297,10 +261,14 @@ CONTEXT_ENDS(cuCtxDestroy_v2, CUcontext, gm_streams_forget_context, gm_memory_co
 CONTEXT_ENDS(cuDevicePrimaryCtxReset, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 CONTEXT_ENDS(cuDevicePrimaryCtxReset_v2, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 
-/* The streams are forgotten only at the last release: other parts of the program may still use the context. */
+/* A primary context is known to have ended only after the last release. Its streams are forgotten then; the device may have others. */
+static void forget_primary(CUdevice d, int change) {
+    CUcontext primary = gm_primary_context(d);
+    if (gm_primary_references(d, change) <= 0 && primary) gm_streams_forget_context(primary);
+}
 #define PRIMARY_RELEASED(symbol)                                                                                                   \
     GM_WRAPPER(symbol, (CUdevice d)) {                                                                                             \
-        if (gm_primary_references(d, -1) <= 0) gm_streams_forget_device(d);                                                        \
+        forget_primary(d, -1);                                                                                                     \
         CUresult r = CALL(symbol, d);                                                                                              \
         if (r == CUDA_SUCCESS) gm_memory_primary_changed(d);                                                                       \
         else gm_primary_references(d, 1);                                                                                          \
@@ -313,7 +281,6 @@ GM_WRAPPER(cuGreenCtxDestroy, (void *green)) {
     CUresult (*context_of)(CUcontext *, void *) = (CUresult(*)(CUcontext *, void *))gm_driver_function("cuCtxFromGreenCtx");
     CUcontext context = NULL;
     if (context_of && context_of(&context, green) == CUDA_SUCCESS) gm_streams_forget_context(context);
-    for (CUdevice d = 0; d < 64; d++)
-        if (gm_primary_references(d, 0) <= 0) gm_streams_forget_device(d);
+    for (CUdevice d = 0; d < 64; d++) forget_primary(d, 0);
     return CALL(cuGreenCtxDestroy, green);
 }

@@ -217,6 +217,20 @@ GM_WRAPPER(cuMemUnmap, (CUdeviceptr at, size_t n)) {
     if (r == CUDA_SUCCESS) gm_record_unmap(at, n);
     return r;
 }
+/* CUarrayMapInfo: parts of sparse arrays. Operations: 1 maps memory, 2 unmaps it. */
+struct array_map { int type; void *array; int part_type; uint64_t part[4]; int operation, handle_type; CUdeviceptr handle; uint64_t rest[4]; };
+static CUresult arrays_mapped(CUresult r, const struct array_map *list, uint n) {
+    for (const struct array_map *m = list; r == CUDA_SUCCESS && m < list + n; m++) {
+        uint64_t key = (uint64_t)m->array;
+        for (int i = 0; i < 4; i++) key = (key ^ m->part[i]) * 0x9e3779b97f4a7c15; /* of the part, as an address is of a range */
+        gm_record_unmap(key, 1);
+        if (m->operation == 1) gm_record_map(key, 1, m->handle);
+    }
+    return r;
+}
+#define MAP_ARRAYS(symbol)                                                                                                         \
+    GM_WRAPPER(symbol, (struct array_map *list, uint n, CUstream stream)) { return arrays_mapped(CALL(symbol, list, n, stream), list, n); }
+MAP_ARRAYS(cuMemMapArrayAsync) MAP_ARRAYS(cuMemMapArrayAsync_ptsz)
 
 /* -- pools: the charge of each is what the driver reserved for it -------------------------------------------------------------- */
 enum { RESERVED_CURRENT = 5, POOLS = 256 }; /* CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT */
@@ -229,15 +243,20 @@ static uint64_t pool_bytes(pool_t pool) {
     gm_unrelax(mode);
     return r == CUDA_SUCCESS ? bytes : UINT64_MAX;
 }
+static void copy(struct gm_record *r, void *out) { *(struct gm_record *)out = *r; }
+/* Charges what the pool has, unless another thread has charged since `now` was copied; then that thread's figure may be the later one. */
 static void recharge(struct gm_record *r, void *now) {
-    uint64_t bytes = *(uint64_t *)now, old = r->bytes;
-    r->bytes = bytes;
-    if (bytes > old) gm_charge(r->gpu, r->kind, bytes - old);
-    else gm_release(r->gpu, r->kind, old - bytes);
+    struct gm_record *wanted = now;
+    uint64_t old = r->bytes;
+    if (r->size != wanted->size) return; /* a pool's `size` counts its charges */
+    r->bytes = wanted->bytes, r->size++, wanted->key = 0;
+    if (r->bytes > old) gm_charge(r->gpu, r->kind, r->bytes - old);
+    else gm_release(r->gpu, r->kind, old - r->bytes);
 }
 static void pool_settle(pool_t pool) {
-    uint64_t bytes = pool_bytes(pool);
-    if (bytes != UINT64_MAX) gm_record_change(GM_POOL_OF, (uint64_t)pool, recharge, &bytes);
+    struct gm_record now = {.key = 1};
+    while (now.key && gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &now) && (now.bytes = pool_bytes(pool)) != UINT64_MAX)
+        gm_record_change(GM_POOL_OF, (uint64_t)pool, recharge, &now);
 }
 void gm_pools_settle(bool trim) {
     struct gm_record pools[POOLS];
@@ -250,7 +269,6 @@ void gm_pools_settle(bool trim) {
         pool_settle((pool_t)pools[i].key);
     }
 }
-static void copy(struct gm_record *r, void *out) { *(struct gm_record *)out = *r; }
 /* The index of the pool's GPU; -1: the GPU is not limited, or the pool is another process's. A device's own pool is recorded at its first
  * use. */
 static int pool_gpu(pool_t pool) {
@@ -315,18 +333,16 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
         gm_release(gpu, GM_POOL, bytes);                                                                                           \
         return result;                                                                                                             \
     } while (0)
-GM_WRAPPER(cuMemAllocAsync, (CUdeviceptr *at, size_t n, CUstream stream)) {
-    FROM_POOL(at, n, pool_of(stream, false), stream, false, CALL(cuMemAllocAsync, at, n, stream));
-}
-GM_WRAPPER(cuMemAllocAsync_ptsz, (CUdeviceptr *at, size_t n, CUstream stream)) {
-    FROM_POOL(at, n, pool_of(stream, true), stream, true, CALL(cuMemAllocAsync_ptsz, at, n, stream));
-}
-GM_WRAPPER(cuMemAllocFromPoolAsync, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
-    FROM_POOL(at, n, pool, stream, false, CALL(cuMemAllocFromPoolAsync, at, n, pool, stream));
-}
-GM_WRAPPER(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {
-    FROM_POOL(at, n, pool, stream, true, CALL(cuMemAllocFromPoolAsync_ptsz, at, n, pool, stream));
-}
+#define ALLOC_ASYNC(symbol, per_thread)                                                                                            \
+    GM_WRAPPER(symbol, (CUdeviceptr *at, size_t n, CUstream stream)) {                                                             \
+        FROM_POOL(at, n, pool_of(stream, per_thread), stream, per_thread, CALL(symbol, at, n, stream));                            \
+    }
+#define ALLOC_FROM_POOL(symbol, per_thread)                                                                                        \
+    GM_WRAPPER(symbol, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {                                                \
+        FROM_POOL(at, n, pool, stream, per_thread, CALL(symbol, at, n, pool, stream));                                             \
+    }
+ALLOC_ASYNC(cuMemAllocAsync, false) ALLOC_ASYNC(cuMemAllocAsync_ptsz, true)
+ALLOC_FROM_POOL(cuMemAllocFromPoolAsync, false) ALLOC_FROM_POOL(cuMemAllocFromPoolAsync_ptsz, true)
 /* A pool of managed memory (type 2) that is on no device counts as the current device's. */
 static void pool_known(pool_t pool, location where, int type, int references) {
     struct gm_record known;
@@ -339,16 +355,13 @@ GM_WRAPPER(cuMemPoolCreate, (pool_t *pool, const struct pool_properties *p)) {
     if (r == CUDA_SUCCESS) pool_known(*pool, p->where, p->type, 0);
     return r;
 }
-GM_WRAPPER(cuMemGetDefaultMemPool, (pool_t *pool, location *where, int type)) {
-    CUresult r = CALL(cuMemGetDefaultMemPool, pool, where, type);
-    if (r == CUDA_SUCCESS) pool_known(*pool, *where, type, 1);
-    return r;
-}
-GM_WRAPPER(cuMemGetMemPool, (pool_t *pool, location *where, int type)) {
-    CUresult r = CALL(cuMemGetMemPool, pool, where, type);
-    if (r == CUDA_SUCCESS) pool_known(*pool, *where, type, 1);
-    return r;
-}
+#define POOL_AT(symbol)                                                                                                            \
+    GM_WRAPPER(symbol, (pool_t *pool, location *where, int type)) {                                                                \
+        CUresult r = CALL(symbol, pool, where, type);                                                                              \
+        if (r == CUDA_SUCCESS) pool_known(*pool, *where, type, 1);                                                                 \
+        return r;                                                                                                                  \
+    }
+POOL_AT(cuMemGetDefaultMemPool) POOL_AT(cuMemGetMemPool)
 GM_WRAPPER(cuMemPoolDestroy, (pool_t pool)) {
     struct gm_record record;
     bool known = gm_record_take(GM_POOL_OF, (uint64_t)pool, &record);
@@ -397,32 +410,21 @@ GM_WRAPPER(cuGraphAddNode, (void **node, CUgraph g, const void *after, size_t n,
     node_into_graph(parameters);
     return CALL(cuGraphAddNode, node, g, after, n, parameters);
 }
-GM_WRAPPER(cuGraphAddNode_v2, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {
-    node_into_graph(parameters);
-    return CALL(cuGraphAddNode_v2, node, g, after, edges, n, parameters);
-}
-GM_WRAPPER(cuGraphAddNode_v3, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {
-    node_into_graph(parameters);
-    return CALL(cuGraphAddNode_v3, node, g, after, edges, n, parameters);
-}
-GM_WRAPPER(cuGraphInstantiate, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {
-    return graph(CALL(cuGraphInstantiate, out, g, node, log, n));
-}
-GM_WRAPPER(cuGraphInstantiate_v2, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n)) {
-    return graph(CALL(cuGraphInstantiate_v2, out, g, node, log, n));
-}
-GM_WRAPPER(cuGraphInstantiateWithFlags, (CUgraphExec *out, CUgraph g, unsigned long long flags)) {
-    return graph(CALL(cuGraphInstantiateWithFlags, out, g, flags));
-}
-GM_WRAPPER(cuGraphInstantiateWithParams, (CUgraphExec *out, CUgraph g, void *parameters)) {
-    return graph(CALL(cuGraphInstantiateWithParams, out, g, parameters));
-}
-GM_WRAPPER(cuGraphInstantiateWithParams_ptsz, (CUgraphExec *out, CUgraph g, void *parameters)) {
-    return graph(CALL(cuGraphInstantiateWithParams_ptsz, out, g, parameters));
-}
-GM_WRAPPER(cuGraphUpload, (CUgraphExec g, CUstream stream)) { return graph(CALL(cuGraphUpload, g, stream)); }
-GM_WRAPPER(cuGraphUpload_ptsz, (CUgraphExec g, CUstream stream)) { return graph(CALL(cuGraphUpload_ptsz, g, stream)); }
-GM_WRAPPER(cuDeviceGraphMemTrim, (CUdevice d)) { return graph(CALL(cuDeviceGraphMemTrim, d)); }
+#define ADD_NODE(symbol)                                                                                                           \
+    GM_WRAPPER(symbol, (void **node, CUgraph g, const void *after, const void *edges, size_t n, struct node *parameters)) {        \
+        node_into_graph(parameters);                                                                                               \
+        return CALL(symbol, node, g, after, edges, n, parameters);                                                                 \
+    }
+ADD_NODE(cuGraphAddNode_v2) ADD_NODE(cuGraphAddNode_v3)
+#define GRAPH(symbol, parameters, ...) GM_WRAPPER(symbol, parameters) { return graph(CALL(symbol, __VA_ARGS__)); }
+GRAPH(cuGraphInstantiate, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n), out, g, node, log, n)
+GRAPH(cuGraphInstantiate_v2, (CUgraphExec *out, CUgraph g, void **node, char *log, size_t n), out, g, node, log, n)
+GRAPH(cuGraphInstantiateWithFlags, (CUgraphExec *out, CUgraph g, unsigned long long flags), out, g, flags)
+GRAPH(cuGraphInstantiateWithParams, (CUgraphExec *out, CUgraph g, void *parameters), out, g, parameters)
+GRAPH(cuGraphInstantiateWithParams_ptsz, (CUgraphExec *out, CUgraph g, void *parameters), out, g, parameters)
+GRAPH(cuGraphUpload, (CUgraphExec g, CUstream stream), g, stream)
+GRAPH(cuGraphUpload_ptsz, (CUgraphExec g, CUstream stream), g, stream)
+GRAPH(cuDeviceGraphMemTrim, (CUdevice d), d)
 
 /* -- contexts: each costs what the agent measured on this GPU ------------------------------------------------------------------- */
 static uint64_t context_bytes(int gpu) { return gpu < 0 ? 0 : gm_process()->limits->gpu[gpu].context_bytes; }
@@ -460,13 +462,15 @@ static atomic_int references[64]; /* the program's references to each; a reset s
 int gm_primary_references(CUdevice d, int change) {
     return d < 0 || d >= 64 ? 0 : atomic_fetch_add(&references[d], change) + change;
 }
+static CUcontext retained[64];
+CUcontext gm_primary_context(CUdevice d) { return d < 0 || d >= 64 ? NULL : __atomic_load_n(&retained[d], __ATOMIC_ACQUIRE); }
 GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     int gpu = c && d >= 0 && d < 64 && gm_process() ? gm_gpu_of_device(d) : -1;
     bool charged = gpu < 0 || __atomic_load_n(&primaries[d], __ATOMIC_ACQUIRE);
     uint64_t bytes = charged || active(d) ? 0 : context_bytes(gpu);
     if (!reserve(gpu, GM_CONTEXT, bytes)) return refuse(gpu);
     CUresult r = CALL(cuDevicePrimaryCtxRetain, c, d);
-    if (r == CUDA_SUCCESS) gm_primary_references(d, 1);
+    if (r == CUDA_SUCCESS && gm_primary_references(d, 1)) __atomic_store_n(&retained[d], *c, __ATOMIC_RELEASE);
     if (charged) return r;
     CUcontext none = NULL;
     /* If several threads retain it at the same time, only one keeps its charge. */

@@ -58,6 +58,8 @@ void gm_memory_context_ended(CUcontext context);
 void gm_memory_primary_changed(CUdevice device);
 /* The program's references to a primary context after `change`: not more than the driver has. */
 int gm_primary_references(CUdevice device, int change);
+/* The device's primary context, as the program last retained it; NULL: it has not. */
+CUcontext gm_primary_context(CUdevice device);
 /* Brings the charges of all pools up to date; `trim`: first makes them give back what they don't use. */
 void gm_pools_settle(bool trim);
 #endif

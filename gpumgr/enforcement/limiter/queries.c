@@ -93,41 +93,40 @@ GM_WRAPPER(nvmlDeviceGetMemoryInfo_v2, (nvmlDevice device, struct memory_v2 *m))
 /* Lists of processes show only the container's own, by their pids in the container. */
 struct process_v1 { uint pid; ull bytes; };
 struct process_v2 { uint pid; ull bytes; uint instance, compute_instance; };
-/* Fills records of `size` bytes; returns NVML's code. */
-static int processes(int gpu, uint *count, void *out, size_t size) {
+struct process_detail { uint pid; ull bytes; uint instance, compute_instance; ull protected_bytes; };
+/* Fills records of `size` bytes, or none where the list would show processes of other containers; returns NVML's code. */
+static int processes(int gpu, bool compute, uint *count, void *out, size_t size) {
     struct gm_process *p = gm_process();
     uint room = *count, n = 0;
-    for (int i = 0; i < gm_slots(); i++) {
+    for (int i = 0; compute && i < gm_slots(); i++) {
         const struct gm_use_slot *s = &p->use->slot[i];
         uint64_t bytes = 0;
         uint pid = __atomic_load_n(&s->pid, __ATOMIC_RELAXED);
         for (int kind = 0; pid && kind < GM_KINDS; kind++) bytes += __atomic_load_n(&s->gpu[gpu].bytes[kind], __ATOMIC_RELAXED);
         if (!bytes) continue;
-        struct process_v2 one = {pid, bytes, UINT32_MAX, UINT32_MAX};
+        struct process_detail one = {pid, bytes, UINT32_MAX, UINT32_MAX, 0};
         if (out && n < room) memcpy((char *)out + n * size, &one, size);
         n++;
     }
     *count = n;
     return n > room ? NVML_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
-#define LIST(symbol, record)                                                                                                       \
+#define LIST(symbol, record, compute)                                                                                              \
     GM_WRAPPER(symbol, (nvmlDevice device, uint *count, record *out)) {                                                            \
         int gpu = count ? gpu_of_nvml(device) : -1;                                                                                \
-        return gm_memory_limit(gpu) ? processes(gpu, count, out, sizeof(record)) : CALL(symbol, device, count, out);               \
+        return gm_memory_limit(gpu) ? processes(gpu, compute, count, out, sizeof(record)) : CALL(symbol, device, count, out);      \
     }
-LIST(nvmlDeviceGetComputeRunningProcesses, struct process_v1)
-LIST(nvmlDeviceGetComputeRunningProcesses_v2, struct process_v2)
-LIST(nvmlDeviceGetComputeRunningProcesses_v3, struct process_v2)
-/* Lists that would show processes of other containers are empty. */
-#define NONE(symbol, record)                                                                                                       \
-    GM_WRAPPER(symbol, (nvmlDevice device, uint *count, record *out)) {                                                            \
-        if (!count || !gm_memory_limit(gpu_of_nvml(device))) return CALL(symbol, device, count, out);                              \
-        *count = 0;                                                                                                                \
-        return NVML_SUCCESS;                                                                                                       \
-    }
-NONE(nvmlDeviceGetGraphicsRunningProcesses, struct process_v1)
-NONE(nvmlDeviceGetGraphicsRunningProcesses_v2, struct process_v2)
-NONE(nvmlDeviceGetGraphicsRunningProcesses_v3, struct process_v2)
-NONE(nvmlDeviceGetMPSComputeRunningProcesses, struct process_v1)
-NONE(nvmlDeviceGetMPSComputeRunningProcesses_v2, struct process_v2)
-NONE(nvmlDeviceGetMPSComputeRunningProcesses_v3, struct process_v2)
+LIST(nvmlDeviceGetComputeRunningProcesses, struct process_v1, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, struct process_v2, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, struct process_v2, true)
+LIST(nvmlDeviceGetGraphicsRunningProcesses, struct process_v1, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, struct process_v2, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, struct process_v2, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses, struct process_v1, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, struct process_v2, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, struct process_v2, false)
+struct details { uint version, mode, n; struct process_detail *list; }; /* mode 0: compute */
+GM_WRAPPER(nvmlDeviceGetRunningProcessDetailList, (nvmlDevice device, struct details *d)) {
+    int gpu = d ? gpu_of_nvml(device) : -1;
+    return gm_memory_limit(gpu) ? processes(gpu, !d->mode, &d->n, d->list, sizeof *d->list) : CALL(nvmlDeviceGetRunningProcessDetailList, device, d);
+}

@@ -839,6 +839,16 @@ API(cuMemUnmap, (P at, size_t n)) {
     }
     return found ? OK : INVALID;
 }
+/* A sparse array's part that is mapped is a range at an address that stands for it. */
+struct array_map { int type; V array; int part_type; uint64_t part[4]; int operation, handle_type; P handle; size_t offset; U devices, flags, reserved[2]; };
+API_PTSZ(cuMemMapArrayAsync, (struct array_map *list, U n, V stream), (list, n, S)) {
+    R r = stream ? OK : BAD_CONTEXT;
+    for (struct array_map *m = list; !r && m < list + n; m++) {
+        P at = (P)m->array << 8 | m->part[0];
+        r = m->operation == 1 ? cuMemMap(at, 1, 0, m->handle, 0) : cuMemUnmap(at, 1);
+    }
+    return r;
+}
 API(cuMemSetAccess, (P at, size_t n, V access, size_t count)) { (void)at, (void)n, (void)access, (void)count; return OK; }
 API(cuMemRetainAllocationHandle, (P *h, P at)) {
     pthread_mutex_lock(&lock);
@@ -944,11 +954,16 @@ API(cuMemPoolDestroy, (V pool)) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
+/* This thread's next question about a pool sets the word to 1 once the answer is fixed, and returns when it is 2: it loses its CPU. */
+static __thread int *pool_held;
+FREE API(cuFakeHoldPool, (int *word)) { pool_held = word; return OK; }
 API(cuMemPoolGetAttribute, (V pool, int attribute, V value)) {
     struct pool *p = pool;
     if (!value || attribute < 1 || attribute > 8) return INVALID;
     if (attribute < 4) *(int *)value = 1;
     else *(uint64_t *)value = attribute == 4 ? p->threshold : attribute == 5 ? p->reserved : attribute == 6 ? p->high : p->used;
+    for (int *held = pool_held; held; pool_held = held = NULL)
+        for (__atomic_store_n(held, 1, __ATOMIC_SEQ_CST); __atomic_load_n(held, __ATOMIC_SEQ_CST) != 2; spend(100000)) {}
     return OK;
 }
 API(cuMemPoolSetAttribute, (V pool, int attribute, V value)) {
@@ -957,6 +972,16 @@ API(cuMemPoolSetAttribute, (V pool, int attribute, V value)) {
 }
 
 /* Stream capture and graphs */
+/* An exec ends everything that the process has, as its end does. */
+FREE API(cuFakeExec, (void)) {
+    gpu_lock();
+    gpu_advance();
+    struct process *p = gpu_process(getpid(), 0);
+    if (p) p->pid = 0;
+    gpu_reap();
+    gpu_unlock();
+    return OK;
+}
 /* So long takes the next function: the thread loses its CPU. */
 API(cuFakeExchangeNs, (unsigned ns)) { exchange_ns = (int)ns; return OK; }
 API(cuThreadExchangeStreamCaptureMode, (int *mode)) {
@@ -965,11 +990,10 @@ API(cuThreadExchangeStreamCaptureMode, (int *mode)) {
     capture_mode = *mode, *mode = old;
     return OK;
 }
-API_PTSZ(cuStreamBeginCapture_v2, (V stream, int mode), (S, mode)) {
-    struct stream *s = stream;
+static R begin_capture(struct stream *s, int mode, struct graph *g) {
     if (!s) return BAD_CONTEXT;
     if (s->capture || s == s->ctx->legacy) return CAPTURE_UNSUPPORTED;
-    s->capture = calloc(1, sizeof *s->capture), s->mode = mode, s->invalid = 0;
+    s->capture = g ? g : calloc(1, sizeof *g), s->mode = mode, s->invalid = 0;
     pthread_mutex_lock(&lock);
     captures_global += mode == 0;
     for (int i = 0; i < 64; i++)
@@ -981,6 +1005,9 @@ API_PTSZ(cuStreamBeginCapture_v2, (V stream, int mode), (S, mode)) {
     captures_own += mode != 2;
     return OK;
 }
+API_PTSZ(cuStreamBeginCapture_v2, (V stream, int mode), (S, mode)) { return begin_capture(stream, mode, NULL); }
+API_PTSZ(cuStreamBeginCaptureToGraph, (V stream, V g, V nodes, V edges, size_t n, int mode), (S, g, nodes, edges, n, mode)) { (void)nodes, (void)edges, (void)n; return g ? begin_capture(stream, mode, g) : INVALID; }
+API_PTSZ(cuStreamBeginRecaptureToGraph, (V stream, int mode, V g, V differs, V data), (S, mode, g, differs, data)) { (void)differs, (void)data; return g ? begin_capture(stream, mode, g) : INVALID; }
 API_PTSZ(cuStreamEndCapture, (V stream, V *graph), (S, graph)) {
     struct stream *s = stream;
     if (!s || !s->capture) return INVALID;
@@ -1008,6 +1035,10 @@ API(cuGraphAddMemAllocNode, (V *node, V g, V dependencies, size_t n, struct allo
     ((struct graph *)g)->bytes[x->pool.location.id] += x->bytes;
     return OK;
 }
+struct any_node { int type, reserved[3]; struct alloc_node allocation; };
+API(cuGraphAddNode, (V *node, V g, V after, size_t n, struct any_node *x)) { return x && x->type == 10 ? cuGraphAddMemAllocNode(node, g, after, n, &x->allocation) : INVALID; }
+API(cuGraphAddNode_v2, (V *node, V g, V after, V edges, size_t n, struct any_node *x)) { (void)edges; return cuGraphAddNode(node, g, after, n, x); }
+API(cuGraphAddNode_v3, (V *node, V g, V after, V edges, size_t n, struct any_node *x)) { (void)edges; return cuGraphAddNode(node, g, after, n, x); }
 static R instantiate(V *exec, V g) {
     if (!g) return INVALID;
     *exec = memcpy(malloc(sizeof(struct graph)), g, sizeof(struct graph));
@@ -1182,6 +1213,7 @@ static const struct { const char *name; int since; } versions[] = {
     {"cuCtxCreate_v3", 11040}, {"cuCtxCreate_v4", 12050}, {"cuDevicePrimaryCtxRelease_v2", 11000}, {"cuDevicePrimaryCtxReset_v2", 11000},
     {"cuDeviceGetUuid_v2", 11040}, {"cuEventElapsedTime_v2", 12080}, {"cuGetProcAddress_v2", 12000}, {"cuIpcOpenMemHandle_v2", 11000},
     {"cuStreamBeginCapture_v2", 10010}, {"cuGraphInstantiate_v2", 11000}, {"cuMemAlloc_v4", 99000},
+    {"cuGraphAddNode_v2", 12030}, {"cuGraphAddNode_v3", 13040},
 };
 FREE static V named(const char *name) {
     for (const struct entry *e = __start_api; e < __stop_api; e++)

@@ -26,7 +26,7 @@ extern R cuInit(U), cuDevicePrimaryCtxRetain(V *, int), cuDevicePrimaryCtxReleas
     cuMemAllocPitch_v2(P *, size_t *, size_t, size_t, U), cuMemCreate(P *, size_t, const struct property *, P), cuMemRelease(P),
     cuMemExportToShareableHandle(V, P, int, P), cuMemImportFromShareableHandle(P *, V, int), cuIpcOpenMemHandle_v2(P *, struct ipc, U),
     cuIpcCloseMemHandle(P), cuMemPoolCreate(V *, const struct pool_property *), cuMemPoolDestroy(V), cuMemGetDefaultMemPool(V *, const int *, int),
-    cuMemGetMemPool(V *, const int *, int), cuMemAllocFromPoolAsync(P *, size_t, V, V),
+    cuMemGetMemPool(V *, const int *, int), cuMemMapArrayAsync(V, U, V), cuMemAllocFromPoolAsync(P *, size_t, V, V),
     cuArrayCreate_v2(P *, const struct array *), cuArray3DCreate_v2(P *, const struct array3 *), cuArrayDestroy(P), cuModuleLoadData(V *, const char *),
     cuModuleGetFunction(V *, V, const char *), cuLaunchKernel(V, U, U, U, U, U, U, U, V, V *, V *), cuLaunchKernelEx(const struct launch_config *, V, V *, V *),
     cuFakeLastAttribute(U *), cuDeviceGetAttribute(int *, int, int), cuStreamCreate(V *, U), cuStreamDestroy_v2(V), cuCtxSynchronize(void),
@@ -92,6 +92,17 @@ static void shared(void) {
     SAY("opened", cuIpcOpenMemHandle_v2(&opened, (struct ipc){"x"}, 0));
     SAY("closed", cuIpcCloseMemHandle(opened), cuMemRelease(imported));
     SAY("released", cuMemRelease(own), cuMemRelease(own));
+}
+/* Memory behind a part of a sparse array is in use until it is unmapped, also without its handle. */
+static void sparse(void) {
+    struct { int type; P array; int part_type; P part[4]; int operation, handle_type; P handle, rest[4]; } m = {.part = {1}, .operation = 1};
+    P other;
+    SAY("sparse array", cuArray3DCreate_v2(&m.array, &(struct array3){64, 64, 0, 32, 1, 0x40}));
+    SAY("created", cuMemCreate(&m.handle, STEP, &(struct property){.type = 1, .location = 1}, 0), cuMemCreate(&other, STEP, &(struct property){.type = 1, .location = 1}, 0));
+    SAY("mapped", cuMemMapArrayAsync(&m, 1, NULL), cuMemRelease(m.handle));
+    m.part[0] = 2, m.handle = other;
+    SAY("another part", cuMemMapArrayAsync(&m, 1, NULL), cuMemRelease(other));
+    for (m.operation = 2; m.part[0]; m.part[0]--) SAY("unmapped", cuMemMapArrayAsync(&m, 1, NULL));
 }
 static V free_it(V at) { return (V)(intptr_t)cuMemFree_v2((P)(uintptr_t)at); }
 static void frees(void) {
@@ -191,6 +202,7 @@ int main(int argc, char **argv) {
     places();
     pools();
     shared();
+    sparse();
     frees();
     nothing();
     launches();

@@ -4,8 +4,11 @@
 #include <dlfcn.h>
 #include <stdio.h>
 int main(void) {
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *own = dlopen(LIBRARY, RTLD_NOW | RTLD_NOLOAD);
-    void *(*ask)(void *, const char *) = dlsym, *wrapper = ask(RTLD_DEFAULT, "cuMemAlloc_v2");
+    void *(*ask)(void *, const char *) = dlsym;
+    /* Without the driver, and with one that lacks the function. */
+    printf("%d ", !ask(RTLD_DEFAULT, "cuMemAlloc_v2") && dlerror() && !ask(RTLD_NEXT, "cuMemAlloc_v2") && dlerror());
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *own = dlopen(LIBRARY, RTLD_NOW | RTLD_NOLOAD), *wrapper = ask(RTLD_DEFAULT, "cuMemAlloc_v2");
+    printf("%d ", !ask(RTLD_DEFAULT, "cuMemsetD2D16_v2_ptds") && dlerror() && !ask(cuda, "cuMemsetD2D16_v2_ptds") && dlerror());
     Dl_info where;
     printf("%d ", dladdr(wrapper, &where) && where.dli_fname && own && where.dli_fbase == *(void **)own);
     printf("%d ", ask(cuda, "cuMemAlloc_v2") == wrapper);

@@ -72,5 +72,7 @@ static R list(V d, U *n, void *out, size_t size) {
 EXPORT R nvmlDeviceGetComputeRunningProcesses(V d, U *n, void *out) { return list(d, n, out, 16); }
 EXPORT R nvmlDeviceGetComputeRunningProcesses_v2(V d, U *n, void *out) { return list(d, n, out, 24); }
 EXPORT R nvmlDeviceGetComputeRunningProcesses_v3(V d, U *n, void *out) { return list(d, n, out, 24); }
+struct details { U version, mode, n; void *list; };
+EXPORT R nvmlDeviceGetRunningProcessDetailList(V d, struct details *x) { return x ? list(d, &x->n, x->list, 32) : INVALID; }
 EXPORT R nvmlDeviceGetGraphicsRunningProcesses(V d, U *n, void *out) { return list(d, n, out, 16); }
 EXPORT R nvmlDeviceGetGraphicsRunningProcesses_v3(V d, U *n, void *out) { return list(d, n, out, 24); }

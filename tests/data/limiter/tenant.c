@@ -8,7 +8,8 @@
  *   shapes W H D FORMAT CHANNELS FLAGS LEVELS N   N arrays, or mipmapped ones with more than one level
  *   threads N COUNT             each allocates and frees COUNT times, up to 1 MiB; some stay; how many requests failed
  *   graph STEP WHEN DEVICE      a graph with an allocation of a device gets its memory at instantiation, upload or launch (capture: also at
- *                               launch, after the allocation was captured); the bytes that the current device used before that
+ *                               launch, after the allocation was captured; node, node2, node3: after a version of cuGraphAddNode); the
+ *                               bytes that the current device used before that
  *   second STEP                 a context of its own takes STEP bytes and ends; the bytes used before its end
  *   random SEED COUNT LIMIT     operations of all kinds against a model; the first one that differs, or COUNT
  *   fork KIND STEP MOST         grab by a child, which ends
@@ -19,6 +20,7 @@
  *   crowd N                     N children that use CUDA and stay, without a context; how many had an answer
  *   close                       dlclose of the driver
  *   exec                        the program anew
+ *   sleep                       another program, which does not use CUDA; no answer
  *   leave                       the first thread ends, another one stays; no answer
  *   child                       a child by fork that launches and ends; its status
  *   latency BURSTS              launches of kernels that take no time, in bursts within a turn; ns of each: p50 and p99
@@ -30,7 +32,10 @@
  *                               later (0: until it asks); whether it asked, and its state while it was suspended
  *   events N                    launches while N records of events fail; how many events there are
  *   exchanges NS                from now on a change of the thread's mode for captures takes so long
- *   retains N                   launches between a retain and a release of the primary context; how many events there are
+ *   retains N [OWN]             launches between a retain and a release of the primary context; with OWN into another context, and each
+ *                               release is the last one; how many events there are
+ *   captured HOW PTSZ           launches into a stream that is captured into a graph of its own (new), a given one (given), or again; whether it was a given one
+ *   pools STEP                  STEP bytes from the pool in two threads, where one hears of the pool's growth late
  *   cancels N                   threads that are cancelled, one after the other, while they launch; how many were within a launch
  *   passing N                   threads that launch and end, one after the other; how many events there are
  *   forks N                     N of them, while four threads launch
@@ -90,6 +95,7 @@ struct node { struct pool_property pool; V access; size_t accesses, bytes; P at;
 #define DECLARE(name, suffix, arguments) static R(*name) arguments;
 FUNCTIONS(DECLARE)
 static V library;
+#define FOUND(name, arguments) ((R(*) arguments)dlsym(library, #name))
 static int load(const char *how) {
     library = dlopen("libcuda.so.1", RTLD_NOW);
     R (*ask)(const char *, V *, int, uint64_t, int *) = library ? (R(*)(const char *, V *, int, uint64_t, int *))dlsym(library, "cuGetProcAddress_v2") : NULL;
@@ -212,6 +218,10 @@ static R graph(N step, const char *when, int device, N *used) {
     if (!strcmp(when, "capture")) {
         r = cuDevicePrimaryCtxRetain(&other, device) || cuCtxSetCurrent(other) || cuStreamCreate(&stream, 1) || cuStreamBeginCapture(stream, 0);
         if (!r) r = cuMemAllocAsync(&at, (size_t)step, stream) || cuStreamEndCapture(stream, &graph) || cuCtxSetCurrent(context);
+    } else if (!strncmp(when, "node", 4)) {
+        struct { int type, reserved[3]; struct node allocation; V rest[16]; } any = {.type = 10, .allocation = allocation};
+        R (*newer)(V *, V, V, V, size_t, V) = when[4] == '2' ? FOUND(cuGraphAddNode_v2, (V *, V, V, V, size_t, V)) : FOUND(cuGraphAddNode_v3, (V *, V, V, V, size_t, V));
+        r = r || (when[4] ? newer(&node, graph, NULL, NULL, 0, &any) : FOUND(cuGraphAddNode, (V *, V, V, size_t, V))(&node, graph, NULL, 0, &any));
     } else if (!r) r = cuGraphAddMemAllocNode(&node, graph, NULL, 0, &allocation);
     if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0) || cuMemGetInfo(&n, &total);
     *used = (N)(total - n);
@@ -283,7 +293,6 @@ struct copy2 { struct place2 from, to; size_t width, height; };
 struct copy3 { struct place3 from, to; size_t width, height, depth; };
 struct batched { struct { int type; P device; size_t rest[3]; } from, to; size_t width, height, depth; int order, flags; };
 #define DEVICE 0x7f0000000000ULL
-#define FOUND(name, arguments) ((R(*) arguments)dlsym(library, #name))
 /* Two copies from the host, which take no time, around two inside the device. */
 static R batches(enum way way, V stream) {
     P to[] = {DEVICE, DEVICE, DEVICE, DEVICE}, from[] = {4096, DEVICE, DEVICE, 4096};
@@ -433,8 +442,9 @@ static int events(int failures, R *r) {
     n = fake(0);
     return n;
 }
-static int retains(int number, R *r) {
-    V same, kernel = launched("work_1000");
+static int retains(int number, int own, R *r) {
+    V same, other, kernel = launched("work_1000");
+    if (own) *r = cuCtxCreate(&other, NULL, 0, 0) || FOUND(cuDevicePrimaryCtxRelease_v2, (int))(0); /* the one of `init` */
     for (int i = 0; i < number && !*r; i++)
         *r = cuDevicePrimaryCtxRetain(&same, 0) || launch(KERNEL, kernel, NULL) || FOUND(cuDevicePrimaryCtxRelease_v2, (int))(0);
     return FOUND(cuFakeEvents, (unsigned))(0);
@@ -568,6 +578,36 @@ static R captures(N ms, N *n) {
     *n = (N)(uintptr_t)number;
     return r ? r : failed ? failed : cuCtxSynchronize();
 }
+static R captured(const char *how, int per_thread, N *given) {
+    V stream, graph = NULL, kernel = launched("work_1000"), known = NULL;
+    R r = cuStreamCreate(&stream, 1) || cuGraphCreate(&known, 0);
+    R (*to)(V, V, V, V, size_t, int) = per_thread ? FOUND(cuStreamBeginCaptureToGraph_ptsz, (V, V, V, V, size_t, int)) : FOUND(cuStreamBeginCaptureToGraph, (V, V, V, V, size_t, int));
+    R (*again)(V, int, V, V, V) = per_thread ? FOUND(cuStreamBeginRecaptureToGraph_ptsz, (V, int, V, V, V)) : FOUND(cuStreamBeginRecaptureToGraph, (V, int, V, V, V));
+    if (r) return r;
+    r = !strcmp(how, "given") ? to(stream, known, NULL, NULL, 0, 0) : !strcmp(how, "again") ? again(stream, 0, known, NULL, NULL) : cuStreamBeginCapture(stream, 0);
+    for (int i = 0; i < 3 && !r; i++) r = launch(KERNEL, kernel, stream);
+    r = r || cuStreamEndCapture(stream, &graph);
+    *given = graph == known;
+    return r;
+}
+static struct { int word; size_t bytes; R r; } late;
+static V allocate_late(V unused) {
+    P at;
+    FOUND(cuFakeHoldPool, (int *))(&late.word);
+    late.r = cuCtxSetCurrent(context) || cuMemAllocAsync(&at, late.bytes, NULL);
+    return unused;
+}
+static R pools(N bytes) {
+    pthread_t thread;
+    P at;
+    late.bytes = (size_t)bytes;
+    R r = pthread_create(&thread, NULL, allocate_late, NULL);
+    while (!r && __atomic_load_n(&late.word, __ATOMIC_SEQ_CST) != 1) usleep(1000);
+    r = r || cuMemAllocAsync(&at, (size_t)bytes, NULL);
+    __atomic_store_n(&late.word, 2, __ATOMIC_SEQ_CST);
+    pthread_join(thread, NULL);
+    return r ? r : late.r;
+}
 static R step(const char *name, int pid, P timeout, N *state) {
     static const struct { const char *name; R (**function)(int, const P *); } steps[] = {
         {"lock", &cuCheckpointProcessLock}, {"checkpoint", &cuCheckpointProcessCheckpoint}, {"restore", &cuCheckpointProcessRestore},
@@ -663,7 +703,10 @@ static void nvml(void) {
     ((R(*)(unsigned, V *))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(0, &device);
     R r = ((R(*)(V, V))dlsym(nvml, "nvmlDeviceGetMemoryInfo"))(device, m);
     R s = ((R(*)(V, unsigned *, V))dlsym(nvml, "nvmlDeviceGetComputeRunningProcesses_v3"))(device, &processes, list);
-    printf("%d %llu %llu %u\n", r ? r : s, m[1], m[0], processes);
+    struct { unsigned long long words[4]; } detailed[8];
+    struct { unsigned version, mode, n; V list; } details = {0x1000018, 0, 8, detailed};
+    R t = ((R(*)(V, V))dlsym(nvml, "nvmlDeviceGetRunningProcessDetailList"))(device, &details);
+    printf("%d %llu %llu %u\n", r ? r : s ? s : t, m[1], m[0], details.n == processes && (unsigned)detailed[0].words[0] == list[0].pid ? processes : 99);
 }
 
 int main(int argc, char **argv) {
@@ -705,8 +748,9 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "close")) r = dlclose(dlopen("libcuda.so.1", RTLD_NOW)) || dlclose(library);
         else if (!strcmp(word, "exec")) {
             if (model_leave) model_leave();
-            r = execv("/proc/self/exe", argv);
+            r = FOUND(cuFakeExec, (void))() || execv("/proc/self/exe", argv);
         }
+        else if (!strcmp(word, "sleep")) r = FOUND(cuFakeExec, (void))() || execlp("sleep", "sleep", "infinity", NULL);
         else if (!strcmp(word, "leave")) {
             pthread_t thread;
             pthread_create(&thread, NULL, stay, NULL);
@@ -718,7 +762,9 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "orphan")) r = orphan(a, &x, &y);
         else if (!strcmp(word, "events")) x = events((int)a, &r);
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
-        else if (!strcmp(word, "retains")) x = retains((int)a, &r);
+        else if (!strcmp(word, "retains")) x = retains((int)a, (int)b, &r);
+        else if (!strcmp(word, "captured")) r = captured(name, (int)b, &x);
+        else if (!strcmp(word, "pools")) r = pools(a);
         else if (!strcmp(word, "cancels")) x = cancels((int)a, &r);
         else if (!strcmp(word, "passing")) x = passing((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);

@@ -218,6 +218,10 @@ class Container:
         """What the agent writes about the driver's use beyond the count."""
         _overwrite(self.page("limits"), _HEAD + 24, struct.pack("<Q", size_bytes))
 
+    def beat_for_ever(self) -> None:
+        """As if an arbiter were alive that never gives the container a turn."""
+        _overwrite(self.page("limits"), 16, struct.pack("<Q", 1 << 62))
+
     def request_resume(self, word: int) -> None:
         """Writes what a process writes that waits for the end of a suspension."""
         _overwrite(self.page("use"), 12, struct.pack("<I", word))
@@ -435,6 +439,11 @@ class Tenant:
         self.send(command)
         result, first, second = self.answer()
         return result, first, second
+
+    def await_program(self, name: str) -> None:
+        """Until it executes this program."""
+        while Path(f"/proc/{self._process.pid}/comm").read_text() != f"{name}\n":
+            time.sleep(0.001)
 
     def cpu_seconds(self) -> float:
         """That its threads have used."""

@@ -317,10 +317,22 @@ def test_captures_in_another_thread_are_not_disturbed(node: Node, tmp_path: Path
     assert captures > 0
 
 
-@pytest.mark.parametrize(("command", "lookup"), [("events 20", "proc"), ("passing 100", "stream"), ("retains 100", "stream")])
+@pytest.mark.parametrize("per_thread", [0, 1], ids=["", "ptsz"])
+@pytest.mark.parametrize("how", ["new", "given", "again"])
+def test_a_launch_that_is_captured_waits_for_no_turn(node: Node, tmp_path: Path, how: str, per_thread: int) -> None:
+    """Here the container never gets one."""
+    [container] = containers_of(tmp_path, [50])
+    container.beat_for_ever()
+    assert started(node, container).ask(f"captured {how} {per_thread}") == (0, how != "new", 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "lookup"),
+    [("events 20", "proc"), ("passing 100", "stream"), ("retains 100", "stream"), ("retains 100 1", "stream")],
+)
 def test_markers_are_used_again(node: Node, tmp_path: Path, command: str, lookup: str) -> None:
     """When they can't be recorded, as in a broken context; after the end of threads, each with a default stream of its own; after the
-    release of a context that is retained elsewhere."""
+    release of a context that is retained elsewhere; after the last release of the primary context beside another one."""
     containers = containers_of(tmp_path, [50, 50])
     node.arbitrate(containers)
     result, events, _ = started(node, containers[0], lookup).ask(command)

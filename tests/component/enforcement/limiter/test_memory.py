@@ -161,6 +161,14 @@ def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: 
     assert node.used_bytes() == container.reserved_bytes()
 
 
+def test_a_pool_that_grows_in_two_threads_is_charged_what_it_has(node: Node, tmp_path: Path) -> None:
+    """Also if the thread that asked the driver first charges last."""
+    container = Container(tmp_path / "a", _LIMIT)
+    assert _started(node, container).ask(f"pools {64 * MIB}")[0] == 0
+    assert container.by_kind()["pool"] == 128 * MIB
+    assert node.used_bytes() == container.reserved_bytes()
+
+
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
 def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_path: Path, when: str) -> None:
     container = Container(tmp_path / "a", _LIMIT)
@@ -174,7 +182,7 @@ def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_p
 
 
 @pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
-@pytest.mark.parametrize("when", ["instantiation", "upload", "launch", "capture"])
+@pytest.mark.parametrize("when", ["instantiation", "upload", "launch", "capture", "node", "node2", "node3"])
 def test_memory_of_a_graph_is_charged_on_the_gpu_of_the_allocation(node: Node, tmp_path: Path, when: str) -> None:
     """Not on the thread's current one."""
     container = Container(tmp_path / "a", _LIMIT, gpus=2)
