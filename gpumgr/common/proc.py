@@ -39,6 +39,13 @@ def parent_pid(pid: int) -> int | None:
     return int(fields[1]) if len(fields) > 1 else None
 
 
+def first_stack(pid: int, root: Path = PROC) -> int | None:
+    """The address at which the stack of the process's first thread begins (field 28 of /proc/PID/stat), which changes when the process
+    executes another program; None: there is no such process, or the agent may not trace it."""
+    fields = _stat(pid, root)
+    return (int(fields[25]) or None) if len(fields) > 25 else None
+
+
 def environment(pid: int, root: Path = PROC) -> bytes:
     """The environment with which the process was started, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
     The kernel reads the text from the memory of the process, so the process can change it, and can make this call hang."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from gpumgr.common.proc import PROC, mount_tables, mounted_root, start_time_ticks
+from gpumgr.common.proc import PROC, first_stack, mount_tables, mounted_root, start_time_ticks
 from gpumgr.ledger.ledger import AllocationId
 
 #: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
@@ -66,6 +66,11 @@ class Identities:
             return None
         inside = self._pid_in_container_of(host_pid)
         return None if inside is None else Identity(namespace, inside)
+
+    def executed(self, host_pid: int, stack: int) -> bool:
+        """Whether the process has executed another program since its first stack began at `stack` (0: not known)."""
+        now = first_stack(host_pid, self._proc_root) if stack else None
+        return now is not None and now != stack
 
     def all(self) -> Iterator[Identity]:
         """Every process of the host that the agent may see, without zombies. Raises OSError."""

@@ -70,14 +70,13 @@ class Monitor:
         message = f"{tenant.describe()} changed its limits in {self._names[0]}: {listed(found)}; restored. Check what runs in it"
         return finding(tenant, "tampered", message)
 
-    def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str, why: str) -> Iterator[Finding]:
-        """Reports processes that have used the GPU without the library in `checks` consecutive checks. `without`: the library's name.
-        `why`: further reasons besides static linking, with "or" at the end."""
+    def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str) -> Iterator[Finding]:
+        """Reports processes that have used the GPU without the library in `checks` consecutive checks. `without`: the library's name."""
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
                 f"{tenant.describe()} uses the GPU without {without} and its limits in {listed(late)}: a program that is linked "
-                f"statically or to musl, {why}loads the driver by itself; use a dynamically linked glibc image, or another backend"
+                f"statically or to musl, or loads the driver by itself; use a dynamically linked glibc image, or another backend"
             )
             yield finding(tenant, "unregistered", message)
 

@@ -155,7 +155,7 @@ class RegionMonitor(Monitor):
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
         outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
-        yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core", "or ")
+        yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core")
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
         """Repairs that depend on which processes run; none while that is unknown."""

@@ -198,7 +198,7 @@ class PageMonitor(Monitor):
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes that use the GPU without a slot."""
         outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
-        yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library", "runs setuid, or ")
+        yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes that the library does not limit (only a few for each start of the container, since the container writes the
@@ -240,17 +240,19 @@ class PageMonitor(Monitor):
                 yield finding(tenant, "broken", message)
 
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
-        inside = [self._known[pid] for pid in running.pids]
-        if None in inside:  # a process has just ended, or is hidden from the agent
+        if None in [self._known[pid] for pid in running.pids]:  # a process has just ended, or is hidden from the agent
             return
-        away = [slot for slot in slots if not any(_is_of(slot, found) for found in inside)]
+        pids = {slot.index: [pid for pid in running.pids if _is_of(slot, self._known[pid])] for slot in slots}
+        # An exec ended the contexts of its process.
+        executed = {slot.index for slot in slots if any(self._identities.executed(pid, slot.stack) for pid in pids[slot.index])}
+        away = [slot for slot in slots if not pids[slot.index] or slot.index in executed]
         self._missing = {(slot.index, slot.pid): self._missing.get((slot.index, slot.pid), 0) + 1 for slot in away}
         ended = [slot for slot in away if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED]
         if not ended:
             return
         anywhere = [*self._identities.all()]  # another container of a claim may not be listed yet
         for slot in ended:
-            if not any(_is_of(slot, found) for found in anywhere):
+            if slot.index in executed or not any(_is_of(slot, found) for found in anywhere):
                 files.free(slot)
 
     def _use(self, page: int, slots: Sequence[Slot], *, new: bool) -> TurnUse:

@@ -50,7 +50,8 @@ enum gm_kind { GM_ALLOC, GM_MANAGED, GM_ARRAY, GM_VMM, GM_POOL, GM_GRAPH, GM_CON
 struct gm_use_slot_gpu {
     uint64_t bytes[GM_KINDS]; /* that this process has reserved; their sum over all slots is gm_use_gpu.reserved_bytes */
     uint64_t launches;
-    uint64_t spare[2];
+    uint64_t stack; /* in gpu[0]: where the process's first stack begins, which differs after an exec; 0: not known */
+    uint64_t spare;
     uint64_t unknown;   /* how often it got a version of a hooked function that the library does not know, and does not limit */
     uint64_t reserved[4];
 };

@@ -56,7 +56,8 @@ class _UseSlotGpu(ctypes.LittleEndianStructure):
     _fields_ = (
         ("bytes", _U64 * 8),
         ("launches", _U64),
-        ("spare", _U64 * 2),
+        ("stack", _U64),
+        ("spare", _U64),
         ("unknown", _U64),
         ("pending_bytes", _U64),
         ("reserved", _U64 * 3),
@@ -127,12 +128,13 @@ class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One process. `pid` is its pid in its own pid namespace, `namespace` the inode of that namespace (0: not known). `fault`: why the
-    library no longer limits the process; None: it does."""
+    """One process. `pid` is its pid in its own pid namespace, `namespace` the inode of that namespace (0: not known). `stack`: where its
+    first stack began when it took the slot, 0: not known. `fault`: why the library no longer limits the process; None: it does."""
 
     index: int
     pid: int
     namespace: int
+    stack: int
     fault: str | None
     gpus: tuple[SlotOnGpu, ...]
 
@@ -258,7 +260,9 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, fault=fault, gpus=on_gpus))
+        slots.append(
+            Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=slot.gpu[0].stack, fault=fault, gpus=on_gpus)
+        )
     return tuple(slots)
 
 

@@ -103,18 +103,30 @@ int gm_slots(void) {
     uint32_t slots = __atomic_load_n(&process.use->slots, __ATOMIC_ACQUIRE);
     return slots < GM_SLOTS ? (int)slots : GM_SLOTS;
 }
-/* A zombie has ended, unless it is the first thread of a process in which others still run. */
-static bool has_ended(uint32_t pid) {
+/* The fields 1, 3, 20 and 28 of /proc/PID/stat; `who`: the PID, or self. The stack is 0 if it can't be read. */
+struct stat_fields { uint32_t pid; char state; int threads; unsigned long long stack; };
+static struct stat_fields stat_of(const char *who) {
+    struct stat_fields f = {0, 0, 2, 0};
     char path[32], text[512];
-    if (kill((pid_t)pid, 0) && errno == ESRCH) return true;
-    snprintf(path, sizeof path, "/proc/%u/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC), threads = 2;
+    snprintf(path, sizeof path, "/proc/%s/stat", who);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
     ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
     if (fd >= 0) close(fd);
     text[n < 0 ? 0 : n] = 0;
     const char *state = strrchr(text, ')');
-    if (state) sscanf(state, ") Z %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d", &threads);
-    return threads < 2;
+    if (state) sscanf(state, ") %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d %*s %*s %*s %*s %*s %*s %*s %llu", &f.state, &f.threads, &f.stack);
+    sscanf(text, "%u", &f.pid);
+    return f;
+}
+/* A zombie has ended, unless it is the first thread of a process in which others still run. `stack`: a process with another one has executed
+ * another program, which ended its contexts. */
+static bool has_ended(uint32_t pid, uint64_t stack) {
+    char who[16];
+    if (kill((pid_t)pid, 0) && errno == ESRCH) return true;
+    if (stat_of("self").pid != process.pid) return false; /* /proc is that of another PID namespace */
+    snprintf(who, sizeof who, "%u", pid);
+    struct stat_fields f = stat_of(who);
+    return (f.state == 'Z' && f.threads < 2) || (stack && f.stack && f.stack != stack);
 }
 int gm_reap_slots(void) {
     struct gm_process *p = process.turn ? &process : NULL;
@@ -123,7 +135,7 @@ int gm_reap_slots(void) {
     for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
         uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
-        if (!pid || s->pid_namespace != own || !has_ended(pid)) continue;
+        if (!pid || s->pid_namespace != own || !has_ended(pid, s->gpu->stack)) continue;
         /* With our pid the slot is ours until it is empty. If we are killed before, it is a dead process's slot again. */
         if (!__atomic_compare_exchange_n(&s->pid, &pid, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
         empty_slot(i);
@@ -133,14 +145,19 @@ int gm_reap_slots(void) {
     return freed;
 }
 
-/* A slot that already has this pid is taken again: it is from before an exec, which ended the contexts, or a dead process had the pid. */
+/* A slot that already has this pid is from before an exec, or a dead process had the pid. It is freed; or taken again, if that is not sure. */
 static void claim_slot(void) {
-    uint64_t own = pid_namespace();
+    struct stat_fields self = stat_of("self");
+    uint64_t own = pid_namespace(), stack = self.pid == process.pid ? self.stack : 0;
     uint32_t index = GM_SLOTS;
+    bool ended = false;
     for (uint32_t i = 0, n = (uint32_t)gm_slots(); i < n && index == GM_SLOTS; i++) {
         struct gm_use_slot *s = &process.use->slot[i];
-        if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == process.pid && s->pid_namespace == own) index = i;
+        if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) != process.pid || s->pid_namespace != own) continue;
+        if (s->gpu->stack && stack && s->gpu->stack != stack) ended = true;
+        else index = i;
     }
+    if (ended) gm_reap_slots();
     for (uint32_t i = 0; i < GM_SLOTS && index == GM_SLOTS; i++) {
         uint32_t none = 0;
         if (__atomic_compare_exchange_n(&process.use->slot[i].pid, &none, process.pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) index = i;
@@ -152,6 +169,7 @@ static void claim_slot(void) {
     while (slots <= index && !__atomic_compare_exchange_n(&process.use->slots, &slots, index + 1, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}
     empty_slot((int)index);
     process.slot->pid_namespace = own;
+    process.slot->gpu->stack = stack;
     __atomic_store_n(&process.slot->state, GM_ACTIVE, __ATOMIC_RELEASE);
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.proc import HostProcesses, Mount, environment, mount_of
+from gpumgr.common.proc import HostProcesses, Mount, environment, first_stack, mount_of
 
 
 def stat_line(state: str, threads: int, started: int, name: str = "python") -> str:
@@ -37,6 +37,27 @@ def test_a_process_that_runs_has_a_start_time(tmp_path: Path, text: str, started
 
 def test_a_process_that_is_gone_has_none(tmp_path: Path) -> None:
     assert HostProcesses(tmp_path).start_time(7) is None
+
+
+def test_an_exec_moves_the_first_stack(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    for stack in (0x7FFD1000, 0):  # 0: the process may not be traced
+        fields = ["0"] * 25 + [str(stack)]
+        (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)} 0\n")
+        assert first_stack(7, tmp_path) == (stack or None)
+    assert first_stack(8, tmp_path) is None
+    with subprocess.Popen(["/bin/sh", "-c", "read line; exec sleep infinity"], stdin=subprocess.PIPE) as process:
+        try:
+            before = first_stack(process.pid)
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+                pass
+            assert None not in (before, first_stack(process.pid))
+            assert first_stack(process.pid) != before
+        finally:
+            process.kill()
 
 
 def test_an_environment_is_read_up_to_a_limit(tmp_path: Path) -> None:

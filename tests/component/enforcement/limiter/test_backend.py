@@ -275,6 +275,18 @@ async def test_the_slot_of_a_process_that_was_killed_is_freed(place: Place) -> N
         assert tenant.ask(f"grab alloc {64 * MIB} {most}")[:2] == (0, most)
 
 
+async def test_the_slot_of_a_process_that_executes_another_program_is_freed(place: Place) -> None:
+    """The exec ended its contexts, and the new program may never use CUDA."""
+    await place.start()
+    with place.tenant() as tenant:
+        assert tenant.ask(f"grab alloc {64 * MIB} {1024 * MIB}")[0] == 0
+        tenant.send("sleep")
+        tenant.await_program("sleep")
+        for _ in range(3):
+            await place.check()
+        assert place.turns().memory_bytes_by_kind == {}
+
+
 async def test_the_slot_of_a_zombie_is_freed(place: Place) -> None:
     await place.start()
     with place.tenant() as tenant:

@@ -342,6 +342,53 @@ def test_what_killed_processes_held_can_be_had_again(node: Node, tmp_path: Path,
     assert node.used_bytes() == container.reserved_bytes() == _LIMIT
 
 
+def test_what_a_process_held_before_an_exec_can_be_had_again(node: Node, tmp_path: Path) -> None:
+    """By itself, if it uses CUDA again, and by others."""
+    container = Container(tmp_path / "a", _LIMIT)
+    tenant = _started(node, container)
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    tenant.send("exec")
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask("info") == (0, _ROOM, _LIMIT)
+    assert container.reserved_bytes() == CONTEXT_BYTES
+    assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    tenant.send("sleep")
+    tenant.await_program("sleep")
+    other = _started(node, container)
+    assert other.ask(f"grab alloc {_ROOM} 1")[0] == 0
+    assert node.used_bytes() == container.reserved_bytes()
+
+
+#: In an inner pid namespace, a process takes memory and stays until another one has asked for the rest.
+_NESTED = """
+mkfifo stays
+{ echo "init 0"; echo "grab alloc $3 1"; cat stays; } | "$2" proc > first &
+until [ "$(wc -l < first)" = 2 ]; do sleep 0.01; done
+{ echo "init 0"; echo "grab alloc 1 1"; } | "$2" proc
+echo > stays
+wait
+"""
+
+
+@pytest.mark.parametrize("seconds", ["infinity", "0"], ids=["running", "ended"])
+def test_a_process_keeps_its_memory_if_proc_shows_another_pid_namespace(node: Node, tmp_path: Path, seconds: str) -> None:
+    """There its number is another process, here `sleep`."""
+    container = Container(tmp_path / "a", _LIMIT)
+    (container.folder / "nested").write_text(_NESTED)
+    rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    outer = 'for i in 1 2 3 4 5 6 7 8 9; do sleep $1 & done; exec unshare --pid --fork --kill-child sh nested "$@"'
+    words = [seconds, str(node.programs / "tenant"), str(_ROOM - CONTEXT_BYTES)]
+    done = subprocess.run(
+        ["unshare", *rights, "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", outer, "-", *words],
+        env={**os.environ, **node.environment(limited=True)},
+        cwd=container.folder,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"0 0 0\n{_OUT_OF_MEMORY} 0 0\n" or "unshare failed" in done.stderr  # some hosts give users none
+
+
 def test_what_a_zombie_held_can_be_had_again(node: Node, tmp_path: Path) -> None:
     """Many containers have a first process that does not wait for its children."""
     container = Container(tmp_path / "a", _LIMIT)
