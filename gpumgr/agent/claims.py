@@ -52,7 +52,7 @@ class ClaimReader(Protocol):
 
 
 class NodeClaims:
-    """Implements gpumgr.kubelet.dra_service.Claims. `share_mode`: whether shares are granted. `closed`: why no new claims are prepared;
+    """Decides the calls of the DRA service. `share_mode`: whether shares are granted. `closed`: why no new claims are prepared;
     None: they are."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to `Claims` (an interface), and returns its answers.
+"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to NodeClaims, and returns its answers.
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 from grpclib.const import Cardinality
@@ -20,6 +20,7 @@ from grpclib.const import Handler as Method
 
 from gpumgr._pb.drahealth.v1 import DeviceHealth, DeviceIdentifier, HealthStatus, NodeWatchResourcesResponse
 from gpumgr._pb.k8s.io.kubelet.pkg.apis.dra import v1
+from gpumgr.agent.claims import NodeClaims
 from gpumgr.common.aio import LatestValue, run_shielded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
@@ -101,18 +102,6 @@ START_SECONDS: Final = 3.0
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
 
-class Claims(Protocol):
-    """Makes the decisions. Each method may raise errors.Refusal. Calls for several claims, or for the same claim, may run at the same
-    time."""
-
-    async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:
-        """Makes the devices of an allocated claim available, and returns the allocations of the claim. A claim that is already prepared
-        gets the same answer. `deadline`: when the method must answer, in monotonic seconds."""
-
-    async def unprepare(self, claim: ClaimRef) -> None:
-        """Reverts `prepare`; does nothing for an unknown claim."""
-
-
 class DraPlugin:
     """The service object of the DRA socket. Calls wait until `decide_with` was called."""
 
@@ -123,13 +112,13 @@ class DraPlugin:
     def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
         """Must be called inside a running event loop. `pool`: the name of the node's pool of devices."""
         self._pool, self._wait_seconds = pool, wait_seconds
-        self._claims: asyncio.Future[Claims] = asyncio.get_running_loop().create_future()
+        self._claims: asyncio.Future[NodeClaims] = asyncio.get_running_loop().create_future()
         #: Why the agent can't decide yet.
         self.waits_for = "the agent starts"
         #: The outcome of a call is the RefusalCode of the first claim that failed.
         self.observe: Observe = lambda *_: None
 
-    def decide_with(self, claims: Claims) -> None:
+    def decide_with(self, claims: NodeClaims) -> None:
         """Lets `claims` decide from now on. Waiting calls continue."""
         self._claims.set_result(claims)
 
@@ -191,7 +180,7 @@ class DraPlugin:
         await (await self._decider(time.monotonic() + self._wait_seconds)).unprepare(claim)
         return bytes(v1.NodeUnprepareResourceResponse())
 
-    async def _decider(self, deadline: float) -> Claims:
+    async def _decider(self, deadline: float) -> NodeClaims:
         """Raises Refusal."""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):

@@ -1,4 +1,4 @@
-"""The DevicePlugin service of one resource: passes the kubelet's calls to the allocator and returns its decisions.
+"""The DevicePlugin service of one resource: passes the kubelet's calls to the agent and returns its decisions.
 
 Invariants:
 1. Every failure is returned to the kubelet as a gRPC status with a message, which `kubectl describe pod` shows.
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ from grpclib.const import Cardinality
 from grpclib.const import Handler as Method
 
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse, DevicePluginOptions
+from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue, Subscription, run_shielded
 from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
@@ -37,32 +38,18 @@ SERVICE: Final = "/v1beta1.DevicePlugin/"
 OPTIONS: Final = DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 
-class Allocator(Protocol):
-    """Makes the decisions. Each method may raise errors.Refusal. Calls for different resources may run at the same time."""
-
-    async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """The ids of `available` to allocate: `size` of them, with all of `must_include`. If fewer are returned, the kubelet chooses the
-        rest."""
-
-    async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
-        """Grants `device_ids` (at least one, without duplicates) to one container, durably."""
-
-    async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
-        """Prepares the start, or a restart, of the container that holds `device_ids`."""
-
-
 class DevicePlugin:
     """The service object of one socket. `devices` holds an encoded ListAndWatchResponse."""
 
     def __init__(
         self,
         kind: Resource,
-        allocator: Allocator,
+        agent: Agent,
         devices: LatestValue[bytes],
         observe: Observe = lambda *_: None,
     ) -> None:
         self._kind: Resource = kind
-        self._allocator = allocator
+        self._agent = agent
         self._devices = devices
         self._observe = observe
         self._watches: set[Subscription[bytes]] = set()
@@ -105,7 +92,7 @@ class DevicePlugin:
         for wanted in decode_preferred(request):
             if wanted.size < 0:
                 raise Refusal("invalid_request", f"the kubelet requested a preference for {wanted.size} devices")
-            work = self._allocator.prefer(self._kind, wanted.available, wanted.must_include, wanted.size)
+            work = self._agent.prefer(self._kind, wanted.available, wanted.must_include, wanted.size)
             preferences.append(await run_shielded(work, name=f"prefer_{self._kind}"))
         return encode_preferred(preferences)
 
@@ -116,14 +103,14 @@ class DevicePlugin:
             raise Refusal("invalid_request", f"the kubelet requested a container without any id of {RESOURCE_NAMES[self._kind]}")
         responses = []
         for ids in containers:
-            work = self._allocator.allocate(self._kind, ids)
+            work = self._agent.allocate(self._kind, ids)
             responses.append(await run_shielded(work, name=f"allocate_{self._kind}"))
         return encode_allocate(responses)
 
     async def _pre_start(self, request: bytes) -> bytes:
         ids = decode_pre_start(request)
         self._check_ids(ids)
-        await run_shielded(self._allocator.pre_start(self._kind, ids), name=f"pre_start_{self._kind}")
+        await run_shielded(self._agent.pre_start(self._kind, ids), name=f"pre_start_{self._kind}")
         return b""
 
     def _check_ids(self, ids: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr._pb.deviceplugin.v1beta1 import RegisterRequest
+from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue, forever, until_tick
 from gpumgr.common.errors import KubeletError
 from gpumgr.common.files import FileIdentity
@@ -37,7 +38,6 @@ from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, Resource
 from gpumgr.common.unix_socket import remove_leftovers
 from gpumgr.kubelet.plugin import (
     OPTIONS,
-    Allocator,
     DeviceEntry,
     DevicePlugin,
     PluginServer,
@@ -91,7 +91,7 @@ class KubeletLink:
     def __init__(
         self,
         folder: Path,
-        allocator: Allocator,
+        agent: Agent,
         devices: Mapping[Resource, LatestValue[bytes]],
         *,
         timing: LinkTiming | None = None,
@@ -107,13 +107,13 @@ class KubeletLink:
         """
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
-        self._folder, self._allocator, self._on_state, self._observe = folder, allocator, on_state, observe
+        self._folder, self._agent, self._on_state, self._observe = folder, agent, on_state, observe
         self._resources = {str(kind): self._make(kind, kind, names[kind], watched) for kind, watched in devices.items()}
         self._daemons: list[asyncio.Task[None]] = []
         self._group: asyncio.TaskGroup | None = None
 
     def _make(self, key: str, kind: Resource, name: str, watched: LatestValue[bytes]) -> "_ResourceLink":
-        make_plugin = partial(DevicePlugin, kind, self._allocator, watched, lambda rpc, *call: self._observe(rpc, key, *call))
+        make_plugin = partial(DevicePlugin, kind, self._agent, watched, lambda rpc, *call: self._observe(rpc, key, *call))
         return _ResourceLink(self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key))
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:

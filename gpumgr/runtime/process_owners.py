@@ -8,7 +8,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -18,40 +18,12 @@ from gpumgr.common.units import Process
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.usage.join import AllocationIndex
 from gpumgr.ledger.usage.node_use import Container
+from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
 #: A process in no container is looked up again after this time.
 RETRY_SECONDS: Final = 5.0
-
-
-class RunningContainers(Protocol):
-    """The container runtime's containers, as last listed; `listed`: whether they ever were. Implemented by
-    gpumgr.runtime.containers.Containers."""
-
-    listed: bool
-
-    @property
-    def due(self) -> bool:
-        """Whether `tick` would list the containers now."""
-        ...
-
-    async def tick(self) -> None:
-        """Lists the containers if that is due."""
-        ...
-
-    def running(self) -> Sequence[Container]: ...
-
-    def pids(self, container: Container) -> tuple[int, ...]:
-        """All processes in the container's cgroup and below. Blocks; call it on a thread. Raises CriError."""
-        ...
-
-    async def container_of(self, pid: int, start_time: int) -> Container | None:
-        """The container of this process; None: the process has ended or is in no container of the kubelet. Raises
-        CriError for a new container while the runtime does not answer."""
-        ...
-
-    def runs(self, process: Process, /) -> bool: ...
 
 
 class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +43,7 @@ class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessOwners:
     """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
 
-    def __init__(self, runtime: RunningContainers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
+    def __init__(self, runtime: Containers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
         self._runtime, self.clock, self.timeout_seconds = runtime, clock, timeout_seconds
         self._list, self._look_up = BackgroundCall("list_containers"), BackgroundCall("look_up_processes")
         self._answers: dict[Process, tuple[Container | None, float]] = {}

@@ -9,9 +9,10 @@ import signal
 import sys
 from typing import Any, Final
 
+from gpumgr.agent.claims import NodeClaims
 from gpumgr.cli import main
 from gpumgr.kubelet.claim_reader import ClaimReader
-from gpumgr.kubelet.dra_service import Claims, DraPlugin
+from gpumgr.kubelet.dra_service import DraPlugin
 from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
 
@@ -34,7 +35,7 @@ def die_at(step: str) -> None:
     method, decide_with = getattr(owner, name), DraPlugin.decide_with
     decides = False
 
-    def deciding(self: DraPlugin, claims: Claims) -> None:
+    def deciding(self: DraPlugin, claims: NodeClaims) -> None:
         nonlocal decides
         decides = True
         decide_with(self, claims)

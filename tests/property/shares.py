@@ -7,7 +7,7 @@ the driver's operations, and the checkpoint, as the text that is on disk. `Agent
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -26,6 +26,7 @@ from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodView
+from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
@@ -249,7 +250,7 @@ class Agent:
         self.watcher = MemoryLimitWatcher(
             agent_state=self.state,
             pods=gpu.pods,
-            owners=ProcessOwners(runtime, clock=clock, timeout_seconds=0.5),
+            owners=ProcessOwners(cast("Containers", runtime), clock=clock, timeout_seconds=0.5),
             backends=gpu,
             evictor=None,
             meter=MemoryMeter(),

@@ -9,11 +9,12 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.error import HTTPError
 
 import pytest
 
+from gpumgr.agent.claims import NodeClaims
 from gpumgr.common.errors import CheckpointError
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
@@ -133,7 +134,7 @@ async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_t
             assert driver.link.state.registered
             assert name in kubelet.sockets()
             running = asyncio.create_task(driver.link.run())
-            driver.plugin.decide_with(claims)
+            driver.plugin.decide_with(cast("NodeClaims", claims))
             response = await call
             assert [each.device_name for each in response.claims["uid-a"].devices] == ["gpu-0a1b2c30"]
             assert (await Caller(channel).unprepare(claim("a"))).claims["uid-a"].error == ""

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
+from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.units import Resource
 from gpumgr.kubelet.plugin import DevicePlugin, PluginServer, encode_devices
@@ -85,7 +86,9 @@ async def served_plugin(folder: Path) -> AsyncIterator[Served]:
     allocator = ScriptedAllocator()
     devices = LatestValue(device_list(4))
     outcomes: list[tuple[str, str]] = []
-    plugin = DevicePlugin("memory", allocator, devices, lambda rpc, outcome, _seconds: outcomes.append((rpc, outcome)))
+    plugin = DevicePlugin(
+        "memory", cast("Agent", allocator), devices, lambda rpc, outcome, _seconds: outcomes.append((rpc, outcome))
+    )
     server = PluginServer(folder / "plugin.sock", plugin)
     await server.listen()
     try:

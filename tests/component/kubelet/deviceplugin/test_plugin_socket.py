@@ -3,9 +3,11 @@
 import asyncio
 import socket
 from pathlib import Path
+from typing import cast
 
 import grpc
 
+from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.kubelet.plugin import DevicePlugin, PluginServer
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, Served, allocate_request, kubelet_stub
@@ -13,7 +15,7 @@ from tests.kubelet_api import deviceplugin as pb
 
 
 def server_at(path: Path) -> PluginServer:
-    return PluginServer(path, DevicePlugin("core", ScriptedAllocator(), LatestValue(b"")))
+    return PluginServer(path, DevicePlugin("core", cast("Agent", ScriptedAllocator()), LatestValue(b"")))
 
 
 async def test_a_drain_lets_calls_finish_and_ends_streams_cleanly(served: Served) -> None:

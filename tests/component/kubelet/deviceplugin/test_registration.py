@@ -5,11 +5,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.files import FileIdentity
 from gpumgr.common.rpc.server import DrainingServer
@@ -48,7 +50,12 @@ class Link:
         self.history: list[tuple[str, LinkState]] = []
         self.states = LatestValue(0)
         self.link = KubeletLink(
-            folder, self.allocator, self.devices, timing=timing, on_state=self._told, held_back_by=self._held_back_by
+            folder,
+            cast("Agent", self.allocator),
+            self.devices,
+            timing=timing,
+            on_state=self._told,
+            held_back_by=self._held_back_by,
         )
         self.reasons, self.asked = list(reasons), 0
 

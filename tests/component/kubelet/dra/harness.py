@@ -14,7 +14,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kubelet.dra_registration import DraLink, LinkTiming
-from gpumgr.kubelet.dra_service import Claims, DraHealth, DraPlugin
+from gpumgr.kubelet.dra_service import DraHealth, DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
 from tests.background import until
 from tests.kubelet_api import dra as pb
@@ -62,7 +62,7 @@ class ScriptedClaims:
             raise failure
 
 
-def plugin_of(claims: Claims) -> DraPlugin:
+def plugin_of(claims: Any) -> DraPlugin:
     plugin = DraPlugin(POOL)
     plugin.decide_with(claims)
     return plugin

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
 from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import PodKey
+from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
@@ -234,7 +236,7 @@ class Node:
         self.publisher, self.meter = MemoryEvictor(), MemoryMeter()
         publisher = None if standalone else self.publisher
         self.host, self.mover = MemoryHost(self.runtime.ended), MemoryMover()
-        self.owners = ProcessOwners(self.runtime, clock=self.clock, timeout_seconds=60.0)
+        self.owners = ProcessOwners(cast("Containers", self.runtime), clock=self.clock, timeout_seconds=60.0)
         #: How many operations need samples soon.
         self.awaited = 0
         self.memory_watcher = MemoryLimitWatcher(
