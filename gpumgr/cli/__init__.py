@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, s
 """
 
 import contextlib
-import errno
 import importlib
 import sys
 from typing import Final, NoReturn
@@ -42,8 +41,6 @@ _COMMANDS: Final = {
 _MODULES: Final = {"resume": "suspend"}
 #: Commands that run for months; their modules are imported without the parts of libraries that they never use.
 _DAEMONS: Final = ("run", "scheduler", "claims")
-#: Errors of a write: the disk is full or broken, or a quota or the limit of a file's size is reached.
-_UNWRITABLE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Lazy(click.Group):
@@ -100,7 +97,7 @@ def main() -> None:
     except OSError as error:  # click itself handles a pipe that its reader has closed
         if running:
             raise  # in the agent it is a bug, and its traceback belongs in the log
-        _end(f"the output can't be written: {error.strerror}" if error.errno in _UNWRITABLE else error, code=1)
+        _end(error, code=1)
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:

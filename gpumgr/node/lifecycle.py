@@ -36,7 +36,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import Preload, node_held
+from gpumgr.node.node_hold import SecondAgent, node_held
 from gpumgr.settings import Settings
 from gpumgr.settings.live import SettingsReloader, SettingsSource
 from gpumgr.settings.profile import inner_names
@@ -74,8 +74,10 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
     # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
     # the next agent does not wait for their end.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
-        preload = Preload(settings, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch)
-        async with node_held(settings, driver, stop, preload, notifier.status) as held:
+        second = SecondAgent(
+            settings, driver, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch, on_wait=notifier.status
+        )
+        async with node_held(second, stop) as held:
             if held:
                 async with _assembled(settings, hardware, driver, api_side, enforcement) as components:
                     await _run(components, notifier, stop, source)

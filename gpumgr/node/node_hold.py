@@ -7,7 +7,7 @@ In node mode dra the second agent also registers the DRA driver with sockets of 
 registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
 plugin, the second one registers nothing.
 
-While it waits, the second agent opens a session with NVIDIA's driver and lists the pods and the containers (`Preload`), but changes nothing
+While it waits, the second agent opens a session with NVIDIA's driver and lists the pods and the containers, but changes nothing
 on the node. It reads the checkpoint to see whether this version can, and whether pods of mode plugin hold GPUs. It uses nothing else from
 it, since the agent that has the node still writes to it.
 """
@@ -34,132 +34,69 @@ from gpumgr.settings import Settings
 from gpumgr.web.handlers import make_waiting
 from gpumgr.web.http_server import PageServer
 
-log = structlog.get_logger(__name__)
-
-RETRY_SECONDS: Final = 1.0
-
-
-class Preload:
-    """Loads what needs no locks. Call `run` once. `watch` returns the task that keeps `pods` up to date."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        enforcement: NodeEnforcement,
-        pods: PodCache | NoPods,
-        watch: Callable[[], asyncio.Task[None]],
-    ) -> None:
-        self._settings, self._enforcement, self._nvml = settings, enforcement, enforcement.nvml
-        self._pods, self._watch = pods, watch
-        self._driver: str | None = "no driver was found yet"
-        #: The ledger of the other agent when `run` read it; None before, or if it was corrupt then.
-        self.ledger: Ledger | None = None
-        self.loaded = asyncio.Event()
-
-    def no_driver(self) -> list[str]:
-        """Why the driver is not available; empty if it answers."""
-        return [self._driver] if self._driver is not None else []
-
-    def missing(self) -> list[str]:
-        """What this agent still needs before it can take the node."""
-        listed = isinstance(self._pods, NoPods) or self._pods.synced
-        return [*self.no_driver(), *([] if listed else ["the API server has not listed the pods of this node yet"])]
-
-    async def run(self) -> None:
-        """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
-        watch of the pods raises."""
-        # The other agent may be writing the file now. If the file is still corrupt at the start of this agent, this agent renames it.
-        with suppress(CorruptError):
-            self.ledger = (await asyncio.to_thread(read_checkpoint, self._settings.checkpoint.dir)).ledger
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._reach_driver())
-            group.create_task(self._list_pods())
-            group.create_task(self._enforcement.preload())
-        gc.collect()
-        gc.freeze()  # done now, since it takes tens of milliseconds, and would delay the take-over later
-        self.loaded.set()
-
-    async def _reach_driver(self) -> None:
-        while True:
-            try:
-                await self._nvml.open()
-                await self._nvml.snapshot()
-            except DriverMismatchError:
-                raise
-            except NvmlError as error:
-                if str(error) != self._driver:
-                    log.warning("nvml_down", reason=str(error), gpus=0)
-                self._driver = str(error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                self._driver = None
-                return
-
-    async def _list_pods(self) -> None:
-        if isinstance(self._pods, NoPods):
-            return
-        watch, synced = self._watch(), asyncio.create_task(self._pods.wait_synced())
-        try:
-            await asyncio.wait({watch, synced}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            synced.cancel()
-        if watch.done():
-            watch.result()
-
-
 if TYPE_CHECKING:
     from gpumgr.kubelet.dra_registration import DraDriver
 
+log = structlog.get_logger(__name__)
 
+RETRY_SECONDS: Final = 1.0
 _LOCK_SECONDS: Final = 0.01
 
 
 @contextlib.asynccontextmanager
-async def node_held(
-    settings: Settings,
-    driver: "DraDriver | None",
-    stop: asyncio.Event,
-    preload: Preload,
-    on_wait: Callable[[str], None] = lambda _status: None,
-) -> AsyncIterator[bool]:
-    """Yields True with the node's locks held, or False if `stop` was set before they were free. While it waits, `preload` runs, and
-    `on_wait` gets the reason.
+async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator[bool]:
+    """Yields True with the node's locks held, or False if `stop` was set before they were free. While it waits, `second` serves.
 
     Raises AlreadyRunning if another agent has this node and this agent may not wait, InputError if the lock file can't be made,
-    ListenError, and what `preload` raises.
+    ListenError, and what `SecondAgent.wait` raises.
     """
     with contextlib.ExitStack() as locks:
         try:
-            locks.enter_context(_locks(settings))
+            locks.enter_context(_locks(second.settings))
         except AlreadyRunning as running:
-            if settings.process.instance is None:
+            if second.settings.process.instance is None:
                 raise
-            await _Wait(settings, driver, preload, on_wait).run(locks, stop, running)
+            await second.wait(locks, stop, running)
         yield not stop.is_set()
 
 
-class _Wait:
-    """Serves the probes, and in mode dra the kubelet's registration, while another agent has the node."""
+class SecondAgent:
+    """Loads what needs no locks, and serves the probes, and in mode dra the kubelet's registration, while another agent has the node.
+    `watch` returns the task that keeps `pods` up to date; `on_wait` gets the reason of the wait."""
 
-    def __init__(self, settings: Settings, driver: "DraDriver | None", preload: Preload, on_wait: Callable[[str], None]) -> None:
-        self._settings, self._driver, self._preload, self._on_wait = settings, driver, preload, on_wait
+    def __init__(
+        self,
+        settings: Settings,
+        driver: "DraDriver | None",
+        *,
+        enforcement: NodeEnforcement,
+        pods: PodCache | NoPods,
+        watch: Callable[[], asyncio.Task[None]],
+        on_wait: Callable[[str], None] = lambda _status: None,
+    ) -> None:
+        self.settings, self._driver, self._on_wait = settings, driver, on_wait
+        self._enforcement, self._nvml = enforcement, enforcement.nvml
+        self._pods, self._watch = pods, watch
         self._waits_for = ""
         self._holders: str | None = None
+        self._driver_trouble: str | None = "no driver was found yet"
+        #: The ledger of the other agent when `_load` read it; None before, or if it was corrupt then.
+        self._ledger: Ledger | None = None
+        self._loaded = asyncio.Event()
 
-    async def run(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
-        """Returns when the locks are taken or `stop` is set."""
+    async def wait(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
+        """Returns when the locks are taken or `stop` is set. Raises what `_load` raises."""
         self._note_holder(running)
-        web = PageServer(make_waiting(self._preload.no_driver, self._not_ready, lambda: self._waits_for), self._settings.http)
+        web = PageServer(make_waiting(self._no_driver, self._not_ready, lambda: self._waits_for), self.settings.http)
         await web.start()
         held = False
         async with asyncio.TaskGroup() as group:
-            work = [group.create_task(self._preload.run(), name="preload"), group.create_task(self._register(), name="dra_link")]
+            work = [group.create_task(self._load(), name="preload"), group.create_task(self._register(), name="dra_link")]
             try:
                 while not (held or stop.is_set()):
                     await asyncio.sleep(_LOCK_SECONDS)
                     try:
-                        locks.enter_context(_locks(self._settings))
+                        locks.enter_context(_locks(self.settings))
                         held = True
                     except AlreadyRunning as still:
                         self._note_holder(still)
@@ -179,7 +116,7 @@ class _Wait:
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
         if text != self._waits_for:
             self._waits_for = text
-            log.info("waiting_for_other_agent", reason=text, lock=str(self._settings.process.lock_path))
+            log.info("waiting_for_other_agent", reason=text, lock=str(self.settings.process.lock_path))
             self._on_wait(text)
             if self._driver is not None:
                 self._driver.plugin.waits_for = f"the new agent {text}"
@@ -188,20 +125,69 @@ class _Wait:
         """In mode dra, registers the DRA driver as soon as everything is loaded. From then on the kubelet's calls wait for this agent."""
         if self._driver is None:
             return
-        await self._preload.loaded.wait()
-        if self._preload.ledger is not None:
-            self._holders = holders_of_other_mode(self._preload.ledger, "dra")
+        await self._loaded.wait()
+        if self._ledger is not None:
+            self._holders = holders_of_other_mode(self._ledger, "dra")
         if self._holders is None:
             await self._driver.link.run()
 
     def _not_ready(self) -> list[str]:
         """Why this agent is not ready. Empty if it waits only for the end of the other agent, which the DaemonSet then causes."""
-        missing = self._preload.missing()
-        if not missing and not self._preload.loaded.is_set():
+        missing = self._no_driver()
+        if isinstance(self._pods, PodCache) and not self._pods.synced:
+            missing.append("the API server has not listed the pods of this node yet")
+        if not missing and not self._loaded.is_set():
             missing = ["this agent is still loading"]
         if missing or self._driver is None or self._driver.link.state.registered or self._holders is not None:
             return missing
         return [self._driver.link.state.error or "the kubelet has not registered the driver yet"]
+
+    def _no_driver(self) -> list[str]:
+        """Why the driver is not available; empty if it answers."""
+        return [self._driver_trouble] if self._driver_trouble is not None else []
+
+    # -- what needs no locks -----------------------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
+        watch of the pods raises."""
+        # The other agent may be writing the file now. If the file is still corrupt at the start of this agent, this agent renames it.
+        with suppress(CorruptError):
+            self._ledger = (await asyncio.to_thread(read_checkpoint, self.settings.checkpoint.dir)).ledger
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._reach_driver())
+            group.create_task(self._list_pods())
+            group.create_task(self._enforcement.preload())
+        gc.collect()
+        gc.freeze()  # done now, since it takes tens of milliseconds, and would delay the take-over later
+        self._loaded.set()
+
+    async def _reach_driver(self) -> None:
+        while True:
+            try:
+                await self._nvml.open()
+                await self._nvml.snapshot()
+            except DriverMismatchError:
+                raise
+            except NvmlError as error:
+                if str(error) != self._driver_trouble:
+                    log.warning("nvml_down", reason=str(error), gpus=0)
+                self._driver_trouble = str(error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self._driver_trouble = None
+                return
+
+    async def _list_pods(self) -> None:
+        if isinstance(self._pods, NoPods):
+            return
+        watch, synced = self._watch(), asyncio.create_task(self._pods.wait_synced())
+        try:
+            await asyncio.wait({watch, synced}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            synced.cancel()
+        if watch.done():
+            watch.result()
 
 
 @contextlib.contextmanager

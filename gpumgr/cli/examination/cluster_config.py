@@ -96,20 +96,10 @@ def _extender_problems(extender: Mapping[str, Any], managed: set[str]) -> Iterat
             yield True, f"tlsConfig has no {', '.join(missing)}; {why}"
     if not extender.get("nodeCacheCapable"):
         yield False, "nodeCacheCapable is not true; each call sends whole nodes, which is slow"
-    if not extender.get("httpTimeout") or _seconds(str(extender["httpTimeout"])) > 5:
-        yield False, "httpTimeout is longer than 5 s, or missing; a slow answer delays all pods; set it to 2s"
 
 
 def _managed(extender: Mapping[str, Any]) -> dict[str, bool]:
     return {str(each["name"]): bool(each.get("ignoredByScheduler")) for each in extender.get("managedResources") or ()}
-
-
-def _seconds(text: str) -> float:
-    """The seconds of a Go duration with one unit; infinite for any other text."""
-    for unit, seconds in (("ms", 0.001), ("s", 1.0), ("m", 60.0)):
-        if text.endswith(unit) and text.removesuffix(unit).replace(".", "", 1).isdigit():
-            return float(text.removesuffix(unit)) * seconds
-    return float("inf")
 
 
 _GROUP: Final = "resource.k8s.io"

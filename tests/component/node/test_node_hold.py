@@ -23,7 +23,7 @@ from gpumgr.kubelet.other_plugins import lock_node
 from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.node.node_enforcement import NodeEnforcement
-from gpumgr.node.node_hold import Preload, node_held
+from gpumgr.node.node_hold import SecondAgent, node_held
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import (
     CheckpointSettings,
@@ -85,9 +85,9 @@ async def second(
     done = asyncio.Event()
 
     async def start() -> None:
-        preload = preload_of(settings, node or prepare("mixed-2", settings.checkpoint.dir.parent / "sim"))
+        agent = agent_of(settings, node or prepare("mixed-2", settings.checkpoint.dir.parent / "sim"), driver)
         try:
-            async with node_held(settings, driver if settings.node.mode == "dra" else None, stop, preload) as got:
+            async with node_held(agent, stop) as got:
                 held.set_result(got)
                 await done.wait()
         except BaseException as error:
@@ -103,11 +103,17 @@ async def second(
             await driver.link.stop(0)
 
 
-def preload_of(settings: Settings, node: SimNode) -> Preload:
+def agent_of(settings: Settings, node: SimNode, driver: DraDriver) -> SecondAgent:
     pods = NoPods()
     hardware = Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
     enforcement = NodeEnforcement(settings, hardware, pods, None)
-    return Preload(settings, enforcement=enforcement, pods=pods, watch=lambda: asyncio.create_task(asyncio.sleep(0)))
+    return SecondAgent(
+        settings,
+        driver if settings.node.mode == "dra" else None,
+        enforcement=enforcement,
+        pods=pods,
+        watch=lambda: asyncio.create_task(asyncio.sleep(0)),
+    )
 
 
 async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_the_end_of_the_first(folder: Path) -> None:
