@@ -83,8 +83,6 @@ class NodeBackends:
 
 async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     """By how much the memory limits of containers exceed the memory of the GPUs, according to the agent of this node."""
-    if not settings.enforcement.memory_burst:
-        return skipped("not used: enforcement.memory_burst is off")
     try:
         async with AgentClient(settings.http.socket) as agent:
             state = decoded(await agent.get(STATE, timeout_seconds=timeout_seconds), NodeState)

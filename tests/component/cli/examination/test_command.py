@@ -54,6 +54,9 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
     cri, cgroups = found.pop(11), found.pop(11)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
+    burst = found.pop(-3)
+    assert (burst["check"], burst["state"]) == ("burst", "skipped")
+    assert "the agent does not run on this node" in burst["message"]
     kubelet = (
         "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, "
         "whatever its --root-dir is"
@@ -76,7 +79,6 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         ("cdi", "skipped", "not used: enforcement.injection is mounts", None),
         ("driver-files", "skipped", "a simulated node has none", None),
         *((name, "skipped", unused, None) for name in ("limiter", "nvml-memory", "mps", "hami-core", "vcuda")),
-        ("burst", "skipped", "not used: enforcement.memory_burst is off", None),
         ("rbac", "skipped", "standalone: no API server is asked", None),
         (
             "enforcement",
