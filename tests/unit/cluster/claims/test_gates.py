@@ -146,3 +146,4 @@ def test_a_request_for_all_memory_has_the_memory_of_its_kind_of_gpu(all_memory: 
 def test_the_selector_limits_the_kinds(selected: dict[str, str], found: object) -> None:
     assert kinds_for(pod("a", **selected), BOTH) == found
     assert kinds_for(None, BOTH) == BOTH
+    assert kinds_for(None, frozenset()) == {(GpuKind(any_model=True), 0)}

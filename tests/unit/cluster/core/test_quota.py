@@ -348,6 +348,17 @@ def test_pods_count_by_the_labels_that_their_node_has_now() -> None:
     assert cluster.quotas._used == {}
 
 
+def test_a_pod_whose_node_shows_no_gpus_counts_within_the_limits_of_each_model_until_it_does() -> None:
+    cluster = Cluster(nodes=(NODES[2], NodeState(name="dark")))
+    cluster.hold("dark", share(40, 4))
+    limits = Limit(cores=50, model="A100"), Limit(cores=50, model="V100")
+    assert [cluster.quotas.used("team", each).cores for each in limits] == [40, 40]
+    cluster.index.set_node(labelled("dark", 4, "NVIDIA A100-SXM4-80GB"))
+    assert [cluster.quotas.used("team", each).cores for each in limits] == [40, 0]
+    cluster.index.set_node(NodeState(name="dark"))
+    assert [cluster.quotas.used("team", each).cores for each in limits] == [40, 0], "what was known still counts"
+
+
 def test_an_empty_model_label_in_a_limit_is_no_wildcard() -> None:
     """gpu-admission's format may allow nodes without the label."""
     cluster = Cluster(Limit(label="", cores=100), Limit(label="A100", cores=200), labels=frozenset(["", "A100"]))
