@@ -1,13 +1,16 @@
 """Nodes and requests for tests of the scheduler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
-from gpumgr.cluster.core.request import PodRequest, Shares, replica_request, vcuda_request
+from gpumgr.cluster.core.request import PlacedPod, PodRequest, Shares, pod_request
 from gpumgr.cluster.core.shape import Rejection
+from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
+from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import Constraints, ContainerKind, ReplicaRequest
 from tests.mig_profiles import H100
 from tests.topologies import topology_from_matrix
@@ -64,7 +67,10 @@ def node_state(
 
 def request(*containers: tuple[ContainerKind, int, int]) -> PodRequest:
     """From (kind, cores, memory blocks) of each container."""
-    return vcuda_request((f"c{place}", *each) for place, each in enumerate(containers))
+    return pod_request(
+        ContainerSpec(name=f"c{place}", kind=kind, cores=cores, memory_blocks=blocks)
+        for place, (kind, cores, blocks) in enumerate(containers)
+    )
 
 
 def share(cores: int, blocks: int) -> PodRequest:
@@ -78,7 +84,7 @@ def constrained(wanted: PodRequest, **constraints: Any) -> PodRequest:
 def hami(kind: ContainerKind = "app", gpus: int = 1, cores: int = 0, memory: int | None = None, **more: Any) -> PodRequest:
     """One container with HAMi's resources; `memory` in MiB of each GPU."""
     wanted = ReplicaRequest(count=gpus, cores=cores, memory_mebibytes=memory, **more)
-    return replica_request([("main", kind, wanted)])
+    return pod_request([ContainerSpec(name="main", kind=kind, replicas=wanted)])
 
 
 def together(*pods: PodRequest) -> PodRequest:
@@ -97,3 +103,11 @@ def with_mig(node: NodeState, *positions: int) -> NodeState:
         for position, gpu in enumerate(node.gpus)
     ]
     return replace(node, gpus=tuple(made))
+
+
+def evict(
+    pods: Iterable[PlacedPod], wanted: PodRequest, node: NodeState, *, priority: int = 10, **more: frozenset[str]
+) -> Eviction | None:
+    """For a pod that has no quota."""
+    preemptor = Preemptor(wanted, priority, lambda used, _: choose(node, used, wanted, "binpack"))
+    return find_eviction(node, {pod.uid: pod for pod in pods}, preemptor, **more)

@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from hashlib import blake2b
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
+from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, REPLICA_RESOURCE, Amounts
 from gpumgr.placement.matrix import MAX_GPUS
+from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest, Scaling, chain_needs
 from gpumgr.placement.select import check_request
 
@@ -155,9 +156,6 @@ class PlacedPod(AskingPod, frozen=True, kw_only=True):
     shares: tuple[NamedShares, ...] | None = None
 
 
-_Container = TypeVar("_Container")
-
-
 class PodUse:
     """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
 
@@ -195,32 +193,20 @@ def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amou
     return use.taken
 
 
-def vcuda_request(containers: Iterable[tuple[str, ContainerKind, int, int]]) -> PodRequest:
-    """The request of a pod. `containers`: (name, kind, cores, memory blocks). Raises Refusal for what every agent refuses."""
-    made = []
-    for name, kind, cores, blocks in _not_too_many(containers):
-        try:
-            check_request(cores, blocks)
-        except Refusal as error:
-            raise Refusal(error.code, f"container {name}: {error}") from error
-        gpus = max(1, cores // CORES_PER_GPU)
-        _check_gpus(name, gpus)
-        memory = blocks * BLOCK_MEBIBYTES
-        made.append(ContainerRequest(kind=kind, gpus=gpus, cores_per_gpu=cores // gpus, memory_mebibytes=memory))
-    for position in range(len(made)):
+def pod_request(containers: Iterable[ContainerSpec]) -> PodRequest:
+    """The request of a pod whose `containers` request GPUs. Raises Refusal for what every agent refuses, and for a pod with both kinds of
+    resources."""
+    wanted = list(containers)
+    if (text := too_many(len(wanted))) is not None:
+        raise Refusal("invalid_request", text)
+    made = tuple(map(_container_request, wanted))
+    replicas = any(each.replicas for each in wanted)
+    if replicas and any(each.cores or each.memory_blocks for each in wanted):
+        text = f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports only one of the two kinds in a pod"
+        raise Refusal("invalid_request", text)
+    for position in range(0 if replicas else len(made)):
         chain_needs(made[position:]).check()
-    return PodRequest(tuple(made))
-
-
-def replica_request(containers: Iterable[tuple[str, ContainerKind, ReplicaRequest]]) -> PodRequest:
-    """The request of a pod with HAMi's resources. `containers`: (name, kind, request). Raises Refusal, as `vcuda_request`."""
-    made = []
-    for name, kind, each in _not_too_many(containers):
-        if each.problem:
-            raise Refusal("invalid_request", f"container {name}: {each.problem}")
-        _check_gpus(name, each.count)
-        made.append(ContainerRequest(kind=kind, gpus=each.count, cores_per_gpu=each.cores, replica=each))
-    return PodRequest(tuple(made))
+    return PodRequest(made)
 
 
 def too_many(containers: int) -> str | None:
@@ -230,11 +216,28 @@ def too_many(containers: int) -> str | None:
     return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
 
 
-def _not_too_many(containers: Iterable[_Container]) -> list[_Container]:
-    counted = list(containers)
-    if (text := too_many(len(counted))) is not None:
-        raise Refusal("invalid_request", text)
-    return counted
+def _container_request(wanted: ContainerSpec) -> ContainerRequest:
+    """Raises Refusal."""
+    if (replica := wanted.replicas) is not None:
+        problem = replica.problem
+        made = ContainerRequest(kind=wanted.kind, gpus=replica.count, cores_per_gpu=replica.cores, replica=replica)
+    else:
+        problem = _problem(wanted)
+        gpus, memory = max(1, wanted.cores // CORES_PER_GPU), wanted.memory_blocks * BLOCK_MEBIBYTES
+        made = ContainerRequest(kind=wanted.kind, gpus=gpus, cores_per_gpu=wanted.cores // gpus, memory_mebibytes=memory)
+    if not problem and made.gpus > MAX_GPUS:
+        problem = f"{made.gpus} GPUs requested, and gpumgr supports {MAX_GPUS} on a node"
+    if problem:
+        raise Refusal("invalid_request", f"container {wanted.name}: {problem}")
+    return made
+
+
+def _problem(wanted: ContainerSpec) -> str | None:
+    try:
+        check_request(wanted.cores, wanted.memory_blocks)
+    except Refusal as error:
+        return str(error)
+    return None
 
 
 def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]:
@@ -266,8 +269,3 @@ def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts
         else:
             running = running + amounts
     return largest.most(running)
-
-
-def _check_gpus(name: str, gpus: int) -> None:
-    if gpus > MAX_GPUS:
-        raise Refusal("invalid_request", f"container {name}: {gpus} GPUs requested, and gpumgr supports {MAX_GPUS} on a node")

@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import used_on
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
+from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
@@ -45,14 +45,13 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     cost: Cost
 
 
-class Preemptor(msgspec.Struct, frozen=True, kw_only=True):
-    """The pod that needs room. `within_quota` returns its choice within the quota, given the node's use and the pods that will have ended;
-    None: it has no quota. `evicts`: only these pods may be victims; None: all pods."""
+class Preemptor(msgspec.Struct, frozen=True):
+    """The pod that needs room. `choose` returns its choice, given the node's use and the pods that will have ended. `evicts`: only these
+    pods may be victims; None: all pods."""
 
     request: PodRequest
     priority: int
-    policy: Policy
-    within_quota: Callable[[Used, Set[str]], NodeChoice | Misfit | Rejection] | None = None
+    choose: Callable[[Used, Set[str]], NodeChoice | Misfit | Rejection]
     evicts: Set[str] | None = None
 
 
@@ -89,10 +88,7 @@ def find_eviction(
     @cache
     def found(uids: frozenset[str]) -> NodeChoice | None:
         left = _without(used, [taken[uid] for uid in (uids | gone) & pods.keys()])
-        if preemptor.within_quota is None:
-            choice: object = choose(node, left, preemptor.request, preemptor.policy)
-        else:
-            choice = preemptor.within_quota(left, uids | gone)
+        choice = preemptor.choose(left, uids | gone)
         return choice if isinstance(choice, NodeChoice) else None
 
     sets: list[frozenset[str]] = []

@@ -22,8 +22,7 @@ from gpumgr.cluster.core.request import (
     PlacedPod,
     PodRequest,
     Policy,
-    replica_request,
-    vcuda_request,
+    pod_request,
 )
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
 from gpumgr.common.errors import Refusal
@@ -33,7 +32,6 @@ from gpumgr.common.units import (
     CORE_RESOURCE,
     CORES_PER_GPU,
     MEMORY_RESOURCE,
-    REPLICA_RESOURCE,
     VCUDA_NAMES,
     Amounts,
 )
@@ -319,7 +317,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
     annotations: Mapping[str, object] = item["metadata"].get("annotations") or {}
     request, policy = NO_REQUEST, None
     try:
-        request = _request(wanted)
+        request = pod_request(wanted)
         policy = policy_of(annotations)
     except Refusal as error:
         refusal = str(error)
@@ -353,22 +351,11 @@ def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
     return [each.name for each in spec.all_containers if each.wants_any(hami.amounts) and not each.wants_any(names)]
 
 
-def _request(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """Raises Refusal for what no new pod may request."""
-    replicas = [(each.name, each.kind, each.replicas) for each in wanted if each.replicas is not None]
-    if replicas and any(each.cores or each.memory_blocks for each in wanted):
-        text = f"its containers request {REPLICA_RESOURCE} and vcuda resources; the scheduler supports only one of the two kinds in a pod"
-        raise Refusal("invalid_request", text)
-    if replicas:
-        return replica_request(replicas)
-    return vcuda_request([(each.name, each.kind, each.cores, each.memory_blocks) for each in wanted])
-
-
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """The request of a pod that is on a node although `_request` refuses it. The node's agent grants containers one by one, even if they
+    """The request of a pod that is on a node although `pod_request` refuses it. The node's agent grants containers one by one, even if they
     are too many or request both kinds of resources."""
     try:
-        return PodRequest(tuple(_request([each]).containers[0] for each in wanted))
+        return PodRequest(tuple(pod_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
         return NO_REQUEST
 

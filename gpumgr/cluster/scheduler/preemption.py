@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Final
 
 import structlog
-from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.index import placed_pod
@@ -187,17 +186,15 @@ class Preemption:
         unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
         ending = frozenset(self._watches.ending & pods.keys())
         find = partial(find_eviction, node, pods, unbound=unbound, ending=ending, proposed=proposed)
-        preemptor = Preemptor(request=pod.request, priority=pod.priority, policy=policy)
-        if pod.namespace not in quotas.limits:
-            return partial(find, preemptor)
         holdings = {uid: self._quotas.held(uid) for uid in pods}
         own = frozenset(uid for uid, (namespace, _) in holdings.items() if namespace == pod.namespace)
 
-        def within_quota(freed: Set[str], used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
+        def chosen(freed: Set[str], used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
             held = added_holdings(holdings[uid][1] for uid in uids & freed)
             return quotas.choose(pod.namespace, node, used, pod.request, policy, held)
 
         # The first search counts only the quota that ending and unbound pods free; the second also the quota that victims free.
-        first = replace(preemptor, within_quota=partial(within_quota, own & (ending | unbound)))
-        second = replace(preemptor, within_quota=partial(within_quota, own), evicts=own)
-        return lambda: find(first) or find(second)
+        first = Preemptor(pod.request, pod.priority, partial(chosen, own & (ending | unbound)))
+        second = Preemptor(pod.request, pod.priority, partial(chosen, own), own)
+        limited = pod.namespace in quotas.limits
+        return lambda: find(first) or (find(second) if limited else None)

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.node import NodeState, Used, node_of_equal_gpus
-from gpumgr.cluster.core.request import PodUse, Policy, replica_request, vcuda_request
+from gpumgr.cluster.core.request import PodUse, Policy, pod_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
+from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import ContainerKind, ReplicaRequest
-from tests.cluster_states import GPU_MEBIBYTES, expect, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, expect, hami, node_state, request, share
 
 WHOLE = Amounts(100, GPU_MEBIBYTES)
 PAIRS = ((0, 2), (1, 3))
@@ -109,44 +110,42 @@ def test_more_than_what_is_there_is_claimed() -> None:
 @pytest.mark.parametrize(
     ("containers", "reason"),
     [
-        ([("main", "app", 150, 0)], "container main: 150 cores requested"),
-        ([("main", "app", 6500, 0)], "container main: 65 GPUs requested, and gpumgr supports 64 on a node"),
-        ([("main", "app", 50, 0)], "container main: 50 cores requested without memory"),
-        ([("main", "app", 0, 4)], "requested without cores"),
-        ([("load", "init", 60, 4), ("main", "app", 40, 4), ("side", "app", 80, 4)], "need 120 cores on one GPU"),
+        ([("app", 150, 0)], "container c0: 150 cores requested"),
+        ([("app", 6500, 0)], "container c0: 65 GPUs requested, and gpumgr supports 64 on a node"),
+        ([("app", 50, 0)], "container c0: 50 cores requested without memory"),
+        ([("app", 0, 4)], "requested without cores"),
+        ([("init", 60, 4), ("app", 40, 4), ("app", 80, 4)], "need 120 cores on one GPU"),
     ],
 )
-def test_requests_that_every_agent_refuses_are_refused(
-    containers: list[tuple[str, ContainerKind, int, int]], reason: str
-) -> None:
+def test_requests_that_every_agent_refuses_are_refused(containers: list[tuple[ContainerKind, int, int]], reason: str) -> None:
     with pytest.raises(Refusal, match=reason):
-        vcuda_request(containers)
+        request(*containers)
 
 
 @pytest.mark.parametrize("wanted", [ReplicaRequest(count=1, cores=101), ReplicaRequest(count=2, memory_percent=150)])
 def test_amounts_above_a_whole_gpu_are_refused(wanted: ReplicaRequest) -> None:
     with pytest.raises(Refusal, match=r"container main: .* must be 0 to 100"):
-        replica_request([("main", "app", wanted)])
+        pod_request([ContainerSpec(name="main", replicas=wanted)])
 
 
 @pytest.mark.parametrize("count", [64, 65, 20_000])
 def test_a_pod_with_too_many_containers_is_refused_before_it_is_examined(count: int) -> None:
     """The work for each container grows with their number."""
-    vcuda = [(f"c{number}", KINDS[number % 2], 1, 1) for number in range(count)]
-    replicas = [(name, kind, ReplicaRequest(count=1, cores=1)) for name, kind, _, _ in vcuda]
-    if count <= 64:
-        assert len(vcuda_request(vcuda).containers) == len(replica_request(replicas).containers) == count
-        return
-    with patch.object(request_module, "chain_needs", side_effect=AssertionError("examined")):
-        with pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"):
-            vcuda_request(vcuda)
-        with pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"):
-            replica_request(replicas)
+    for amounts in {"cores": 1, "memory_blocks": 1}, {"replicas": ReplicaRequest(count=1, cores=1)}:
+        wanted = [ContainerSpec(name=f"c{number}", kind=KINDS[number % 2], **amounts) for number in range(count)]
+        if count <= 64:
+            assert len(pod_request(wanted).containers) == count
+            continue
+        with (
+            patch.object(request_module, "check_request", side_effect=AssertionError("examined")),
+            pytest.raises(Refusal, match=f"pod with {count} containers that request GPUs, at most 64 are supported"),
+        ):
+            pod_request(wanted)
 
 
 @pytest.mark.parametrize("kind", ["app", "sidecar"])
 def test_a_pod_that_needs_exactly_one_gpu_fits_a_free_one(kind: ContainerKind) -> None:
-    wanted = vcuda_request([("load", "init", 60, 4), ("main", kind, 50, 4), ("side", "app", 50, 4)])
+    wanted = request(("init", 60, 4), (kind, 50, 4), ("app", 50, 4))
     node = node_state("a", 2)
     assert gpus(choose(node, used(node, gpu0=(1, 1)), wanted, "binpack")) == [[1], [1], [1]]
     assert isinstance(choose(node, used(node, gpu0=(1, 1), gpu1=(1, 1)), wanted, "binpack"), Misfit)
@@ -156,7 +155,7 @@ def test_a_gpu_without_memory_information_is_given_whole() -> None:
     """Also to a container of nvidia.com/gpu that requests all of the memory, as one that requests no part does."""
     plain = node_state("a", 1)
     node = replace(plain, gpus=(replace(plain.gpus[0], memory_mebibytes=0, replicas=1),))
-    every, part = (replica_request([("main", "app", ReplicaRequest(count=1, memory_percent=part))]) for part in (100, 50))
+    every, part = (hami(memory_percent=part) for part in (100, 50))
     for wanted in (request(("app", 100, 0)), every):
         found = expect(NodeChoice, choose(node, used(node), wanted, "binpack"))
         assert [replace(amounts, replicas=0) for _, amounts in found.shares[0]] == [Amounts(100, 0)]

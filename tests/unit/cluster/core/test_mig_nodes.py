@@ -12,9 +12,9 @@ from gpumgr.cluster.core.node import NodeState, Used, summarize
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import NOTHING, PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
-from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
+from gpumgr.cluster.core.victims import Eviction
 from gpumgr.common.units import Amounts
-from tests.cluster_states import constrained, expect, hami, node_state, request, share, together, with_mig, with_replicas
+from tests.cluster_states import constrained, evict, expect, hami, node_state, request, share, together, with_mig, with_replicas
 
 ONE = with_mig(node_state("m", 1))
 TWO = with_mig(node_state("m", 2))
@@ -183,8 +183,7 @@ def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
     def pod(uid: str, start: int, priority: int = 0) -> PlacedPod:
         return PlacedPod(uid=uid, node="m", request=SMALL, shares=((("GPU-m-0", held(1 << start)),),), priority=priority)
 
-    pods = {each.uid: each for each in (pod("low", 6), pod("high", 1, 20), pod("low2", 5))}
-    found = expect(Eviction, find_eviction(ONE, pods, Preemptor(request=LARGE, priority=10, policy="binpack")))
+    found = expect(Eviction, evict((pod("low", 6), pod("high", 1, 20), pod("low2", 5)), LARGE, ONE))
     assert found.victims == {"low", "low2"}
     assert found.choice.shares == (((0, Amounts(42, 40448, 1, 0xF0)),),)
 
@@ -192,8 +191,7 @@ def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
 def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
     other = {f"p{start}": ((0, Amounts(14, 9984, 1, 1 << start)),) for start in range(7)}
     node = replace(ONE, reported_shares=other)
-    pods = {uid: PlacedPod(uid=uid, node="m", request=SMALL) for uid in other}
-    found = expect(Eviction, find_eviction(node, pods, Preemptor(request=SMALL, priority=10, policy="binpack")))
+    found = expect(Eviction, evict((PlacedPod(uid=uid, node="m", request=SMALL) for uid in other), SMALL, node))
     assert len(found.victims) == 1
 
 

@@ -1,6 +1,7 @@
 """Which pods are evicted from a node so that another pod fits on its GPUs."""
 
 from collections.abc import Set
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -11,15 +12,16 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.index import used_on
 from gpumgr.cluster.core.node import NodeState, Used
-from gpumgr.cluster.core.request import PlacedPod, PodRequest, replica_request
+from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
 from gpumgr.common.units import Amounts
-from gpumgr.placement.requests import ReplicaRequest
-from tests.cluster_states import expect, node_state, request, share
+from tests import cluster_states
+from tests.cluster_states import expect, hami, node_state, request, share
 
 NODE = node_state("a", 4)
 WHOLE = request(("app", 100, 0))
+evict = partial(cluster_states.evict, node=NODE)
 
 
 def held(uid: str, gpus: str, cores: int, priority: int = 0, node: NodeState = NODE) -> PlacedPod:
@@ -27,13 +29,6 @@ def held(uid: str, gpus: str, cores: int, priority: int = 0, node: NodeState = N
     wanted = request(("app", 100 * len(gpus), 0)) if cores == 100 else share(cores, 1)
     shares = tuple((node.gpus[int(gpu)].uuid, Amounts(cores, 256)) for gpu in gpus)
     return PlacedPod(uid=uid, node=node.name, request=wanted, shares=(shares,), priority=priority)
-
-
-def evict(
-    pods: list[PlacedPod], wanted: PodRequest, *, priority: int = 10, node: NodeState = NODE, **more: frozenset[str]
-) -> Eviction | None:
-    preemptor = Preemptor(request=wanted, priority=priority, policy="binpack")
-    return find_eviction(node, {pod.uid: pod for pod in pods}, preemptor, **more)
 
 
 def test_what_kube_scheduler_proposes_stays_unless_gpus_alone_are_short() -> None:
@@ -77,7 +72,7 @@ def test_the_quota_counts_what_the_victims_held() -> None:
     def within_quota(used: Used, uids: Set[str]) -> NodeChoice | Misfit | Rejection:
         return choose(NODE, used, WHOLE, "binpack") if "p1" in uids else Rejection("")
 
-    preemptor = Preemptor(request=WHOLE, priority=1, policy="binpack", within_quota=within_quota)
+    preemptor = Preemptor(WHOLE, 1, within_quota)
     by_uid = {pod.uid: pod for pod in pods}
     found = expect(Eviction, find_eviction(NODE, by_uid, preemptor))
     assert found.victims == {"p1"}, "though two GPUs are free"
@@ -100,7 +95,7 @@ def test_gpus_that_the_node_reports_and_that_are_not_known_count() -> None:
 def test_replicas_of_pods_that_the_node_reports_count(priority: int, victims: set[str] | None) -> None:
     node = node_state("a", 1, reported_shares={"h": ((0, Amounts(10, 1000, replicas=1)),)})
     node = replace(node, gpus=(replace(node.gpus[0], replicas=1),))
-    wanted = replica_request([("main", "app", ReplicaRequest(count=1, cores=10, memory_mebibytes=1000))])
+    wanted = hami(cores=10, memory=1000)
     found = evict([PlacedPod(uid="h", node="a", request=wanted, priority=priority)], wanted, node=node)
     assert (found.victims if found else None) == victims
 
