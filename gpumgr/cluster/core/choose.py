@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from gpumgr.cluster.core.node import GpuState, NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, PodRequest, PodUse, Policy, SameGpus, Shares
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
-from gpumgr.placement.devices import MigProfile
 from gpumgr.placement.mig import amounts_of, find_place, serves
-from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ReplicaRequest
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints
 from gpumgr.placement.select import GpuCapacity, Placement, find
 
 
@@ -64,8 +63,7 @@ def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> 
             same = request.same_gpus[position]
             capacities, devices = _replica_capacities(node, used, use, allowed, same, unused=constraints.unused)
             placement = _find(node, capacities, _any_share(container), required, policy, constraints)
-            if placement is None:
-                wanted = max(same.containers, key=_size)
+            wanted = max(same.containers, key=lambda each: each.on(1 << 20).memory_mebibytes) if placement is None else container
         else:
             capacities = _capacities(node, used, use, allowed, unused=constraints.unused)
             wanted, cores = request.chains[position]
@@ -161,12 +159,6 @@ def _on(container: ContainerRequest, gpu: GpuState) -> Amounts:
     return container.on(gpu.memory_mebibytes, gpu.scaling)
 
 
-def _size(container: ContainerRequest) -> tuple[int, int]:
-    """A sort key for requests of one pod: what each takes of a GPU with 1 TiB."""
-    amounts = container.on(1 << 20)
-    return amounts.memory_mebibytes, amounts.cores
-
-
 def _replica_capacities(
     node: NodeState,
     used: Used,
@@ -218,14 +210,8 @@ def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[Contain
         return replace(left, replicas=1)
     if taken.cores and not taken.slices:  # by containers that started before its MIG mode was enabled
         return None
-    return _new_device(gpu.mig, taken.slices, requests)
-
-
-@lru_cache(maxsize=1 << 14)
-def _new_device(profiles: tuple[MigProfile, ...], taken: int, requests: tuple[ReplicaRequest, ...]) -> Amounts | None:
-    """Cached for the same reason as `_capacity`."""
-    place = find_place(profiles, taken, *requests)
-    return replace(amounts_of(place, profiles), replicas=1) if place is not None else None
+    place = find_place(gpu.mig, taken.slices, *requests)
+    return replace(amounts_of(place, gpu.mig), replicas=1) if place is not None else None
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:

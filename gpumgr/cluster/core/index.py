@@ -327,11 +327,9 @@ def used_on(node: NodeState, pods: Iterable[PlacedPod]) -> Used:
         else:
             used = plus_taken(used, taken)
     for pod in unknown:
-        if (
-            len(pod.request.containers) > MAX_GPU_CONTAINERS
-        ):  # a choice would take long: the pod counts on all GPUs until the agent reports them
-            full = (Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for gpu in node.gpus)
-            used = plus_taken(used, dict(enumerate(full)))
+        if len(pod.request.containers) > MAX_GPU_CONTAINERS:
+            # A choice would take long: the pod counts on all GPUs until the agent reports them.
+            used = tuple(held + Amounts(CORES_PER_GPU, gpu.memory_mebibytes) for held, gpu in zip(used, node.gpus, strict=True))
             continue
         # An agent of gpumgr follows the constraints when it chooses; gpu-manager does not read them, so its pods may be on any GPU.
         anywhere = PodRequest(pod.request.containers)

@@ -194,8 +194,8 @@ def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amou
 
 
 def pod_request(containers: Iterable[ContainerSpec]) -> PodRequest:
-    """The request of a pod whose `containers` request GPUs. Raises Refusal for what every agent refuses, and for a pod with both kinds of
-    resources."""
+    """`containers`: the pod's containers that request GPUs. Raises Refusal for what every agent refuses, and for both kinds of resources in
+    one pod."""
     wanted = list(containers)
     if (text := too_many(len(wanted))) is not None:
         raise Refusal("invalid_request", text)

@@ -199,7 +199,7 @@ class Shape:
         """The profiles that may fit, each with the result of `examined`."""
         if self._whole_gpus:
             offered &= self._profiles.with_idle_gpus(self._whole_gpus)
-        profiles = self._there(offered)
+        profiles = self._profiles.there(offered, idle=self._whole)
         left = len(profiles) if most is None else enough or max(most, self._enough)
         if left < len(profiles):
             places = self._profiles.in_order(offered)
@@ -238,12 +238,9 @@ class Shape:
         """Nodes where more than one GPU decides whether a share fits: they have GPUs with MIG devices, or their agent chooses the GPU."""
         return self._profiles.with_mig | (self._profiles.unnamed if self._restricted else 0)
 
-    def _there(self, offered: int) -> list[Profile]:
-        return self._profiles.there(offered, idle=self._whole)
-
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
         """The profiles for which a rejection gives the reason, and the other profiles, which have less free."""
-        profiles = self._there(offered)
+        profiles = self._profiles.there(offered, idle=self._whole)
         nearest = dict.fromkeys(nlargest(self._enough, profiles, key=self._free_in))
         return list(nearest), [each for each in profiles if each not in nearest]
 
@@ -268,7 +265,8 @@ class Shape:
             return [(rank, nodes)] if nodes else []
         short = nodes & self._profiles.short_of_cpu
         parts = ((False, nodes & ~short), (True, short))
-        return [((self._least(taken, short_of_cpu=is_short), *rank), part) for is_short, part in parts if part]
+        cpu = self.request.cpu_milli, self._cpu_per_core
+        return [((least_stranded(taken, *cpu, short_of_cpu=is_short), *rank), part) for is_short, part in parts if part]
 
     # -- rooms of a share --------------------------------------------------------------------------------------------------
 
@@ -424,9 +422,6 @@ class Shape:
 
     def _stranded(self, place: Place, taken: FreeCores) -> int:
         return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)
-
-    def _least(self, taken: FreeCores, *, short_of_cpu: bool) -> int:
-        return least_stranded(taken, self.request.cpu_milli, self._cpu_per_core, short_of_cpu=short_of_cpu)
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:

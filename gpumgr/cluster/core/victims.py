@@ -139,27 +139,15 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
     firsts = sorted(on, key=lambda gpu: (_cost(on[gpu])[1:], gpu))[:_MAX_FIRST]
     sets = sorted({grown(first) for first in firsts} or {frozenset(pool)}, key=lambda each: sorted(_uids(each)))
-    # The first order keeps the number of pods low. The second one, on the best set only, often keeps their priorities lower.
-    best, whole = min(((_reduced(each, fits, _smallest_first), each) for each in sets), key=lambda pair: _cost(pair[0]))
-    return min(best, _reduced(whole, fits, _highest_first), key=_cost)
+    return min((_reduced(each, fits) for each in sets), key=_cost)
 
 
-def _reduced(
-    pods: frozenset[Evictable], fits: Callable[[frozenset[str]], bool], order: Callable[[Evictable], tuple[int, int, str]]
-) -> frozenset[Evictable]:
-    """A smaller set of `pods`, without the pods that can stay. The first ones in this order are the first to be left out."""
-    for each in sorted(pods, key=order):
+def _reduced(pods: frozenset[Evictable], fits: Callable[[frozenset[str]], bool]) -> frozenset[Evictable]:
+    """Without the pods that can stay, the smallest ones first: this keeps the number of pods low."""
+    for each in sorted(pods, key=lambda pod: (pod.cores, -pod.priority, pod.uid)):
         if fits(_uids(pods - {each})):
             pods -= {each}
     return pods
-
-
-def _smallest_first(pod: Evictable) -> tuple[int, int, str]:
-    return pod.cores, -pod.priority, pod.uid
-
-
-def _highest_first(pod: Evictable) -> tuple[int, int, str]:
-    return -pod.priority, pod.cores, pod.uid
 
 
 def _cost(pods: Collection[Evictable], count: int | None = None) -> Cost:

@@ -6,8 +6,7 @@ A verb has no `await` between reading the index and changing it, so verbs that o
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
 from typing import Any, Final, NoReturn
@@ -181,9 +180,7 @@ class Extender:
             return PreemptResult()
         if self.problem is None:
             await self._preemption.keep_nominated()
-        bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
-        written = bound or self._may_be_bound(pod.uid)
-        if self.problem is not None or self._quotas.problem is not None or written or pod.refusal is not None:
+        if self.problem is not None or self._quotas.problem is not None or self._may_be_bound(pod.uid) or pod.refusal is not None:
             return PreemptResult()
         if pod.uid not in self._preemption.kept:
             self._forget(pod.uid)
@@ -265,34 +262,26 @@ class Extender:
             if excess is not None:
                 self._forget(pod.uid)
                 raise BindingError(excess)
-        with self._writing(pod, placed):
-            annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
-            await send_binding(self._server, pod, args.node, annotations, self._check_lease)
-        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
-
-    @contextmanager
-    def _writing(self, pod: WatchedPod, placed: PlacedPod) -> Iterator[None]:
-        """Surrounds the write that places the pod. The pod's GPUs stay assumed until the request has ended, and afterwards unless it has
-        certainly failed. Raises BindingError."""
-        uid, sent, read_now = pod.uid, self._may_be_bound(pod.uid), False
+        sent, read_now = self._may_be_bound(pod.uid), False
         self._place(pod, placed, sending=True, sent=sent)
         try:
             self._check_lease()
-            yield
+            annotations = binding_annotations(pod, placed, node, now_nanoseconds=time.time_ns())
+            await send_binding(self._server, pod, args.node, annotations, self._check_lease)
             sent = True
         except BindingError as error:
-            read_now = error.conflict
-            sent = sent or error.uncertain or error.conflict
+            sent, read_now = sent or error.uncertain or error.conflict, error.conflict
             if not sent:
-                self._forget(uid)
+                self._forget(pod.uid)
             raise
-        finally:
-            if self._index.is_assumed(uid):  # the watch has not shown the pod on its node yet
+        finally:  # unless the binding has certainly failed, the GPUs stay assumed until the watch shows the pod on its node
+            if self._index.is_assumed(pod.uid):
                 self._assume(pod, placed, sent=sent)
                 if read_now:
-                    self._assumed[uid].due = self._clock()
+                    self._assumed[pod.uid].due = self._clock()
             else:
-                self._assumed.pop(uid, None)
+                self._assumed.pop(pod.uid, None)
+        _log.info("pod_bound", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid, node=args.node)
 
     def _check_lease(self) -> None:
         """Raises BindingError."""
