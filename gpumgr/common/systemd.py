@@ -8,7 +8,6 @@ A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket tha
 does not listen, nothing is sent.
 """
 
-import json
 import os
 import re
 import socket
@@ -52,15 +51,9 @@ def _texts(value: object) -> Iterator[str]:
     match value:
         case None:
             return
-        case str():
-            yield value
-        case bool():
-            yield "true" if value else "false"
         case list() | tuple() | set() | frozenset():
             for item in value:
                 yield from _texts(item)
-        case dict():
-            yield json.dumps(value, default=repr, skipkeys=True)
         case _:
             yield str(value)
 

@@ -2,7 +2,6 @@
 for root."""
 
 import asyncio
-import errno
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -18,16 +17,6 @@ _log = structlog.get_logger(__name__)
 #: Connections that wait to be accepted; enough for a burst of calls of kube-scheduler. The kernel may allow fewer.
 _BACKLOG: Final = 1024
 _LOOPBACK: Final = "127.0.0.1"
-_TCP_REMEDIES: Final = {
-    errno.EADDRINUSE: "another process listens there; choose another port, or end that process",
-    errno.EADDRNOTAVAIL: "this machine has no such address; choose another address",
-    errno.EACCES: "not permitted; choose a port from 1024 on",
-}
-_UNIX_REMEDIES: Final = {
-    errno.ENAMETOOLONG: "set a shorter http.socket",
-    errno.EADDRINUSE: "end it, or set another http.socket",
-    errno.EEXIST: "remove it, or set another http.socket",
-}
 
 
 class ListenError(InputError):
@@ -52,7 +41,7 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise ListenError(f"can't listen on {host}:{port}: {_remedy(error)}") from error
+        raise ListenError(f"can't listen on {host}:{port}: {error.strerror or error}; choose another address or port") from error
     if needs_loopback([listener.getsockname()[0] for listener in listeners]):
         listeners += _listen_loopback(listeners[0].getsockname()[1])
     return listeners
@@ -75,12 +64,6 @@ def _listen_loopback(port: int) -> list[socket.socket]:
         return []
 
 
-def _remedy(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "no such host; give an IP address"
-    return _TCP_REMEDIES.get(error.errno or 0, error.strerror or str(error))
-
-
 def listen_unix(unix: UnixSocket) -> socket.socket:
     """Listens on the unix socket and creates its folder. Raises ListenError."""
     try:
@@ -88,8 +71,5 @@ def listen_unix(unix: UnixSocket) -> socket.socket:
         listener = unix.bind()
         listener.listen(_BACKLOG)
     except OSError as error:
-        remedy = "set http.socket to a path in a folder that the agent may write to"
-        if error.filename is None:  # this error concerns the socket itself, not its folder
-            remedy = _UNIX_REMEDIES.get(error.errno or 0, remedy)
-        raise ListenError(f"can't listen on {unix.path}: {error.strerror or error}; {remedy}") from error
+        raise ListenError(f"can't listen on {unix.path}: {error.strerror or error}; set another http.socket") from error
     return listener

@@ -140,12 +140,9 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> web.Respons
     match error:
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            only = (
-                f"{request.path} takes maintenance requests"
-                if "POST" in error.allowed_methods
-                else f"{request.path} can only be read"
+            return failure(
+                error.status, f"{request.path} does not take {request.method}: use {allowed}", headers={"Allow": allowed}
             )
-            return failure(error.status, f"{only}: use {allowed}", headers={"Allow": allowed})
         case web.HTTPRequestEntityTooLarge():
             return _last(failure(error.status, f"the body has more than {MAX_BODY_BYTES} bytes"))
         case web.HTTPRequestTimeout():

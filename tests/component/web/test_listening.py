@@ -85,7 +85,9 @@ async def test_a_used_port_on_the_loopback_is_reported_and_the_address_still_ser
 
 
 async def test_an_unknown_host_name_is_reported() -> None:
-    with pytest.raises(ListenError, match=r"can't listen on nowhere\.invalid:0: no such host; give an IP address"):
+    with pytest.raises(
+        ListenError, match=r"can't listen on nowhere\.invalid:0: Name or service not known; choose another address"
+    ):
         await listen_tcp("nowhere.invalid", 0)
 
 

@@ -56,15 +56,6 @@ async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
-async def test_one_that_took_its_place_stays(scene: Scene, path: Path) -> None:
-    server = another(scene, path)
-    await server.start()
-    os.unlink(path)
-    put(path, "somebody else's")
-    await server.stop()
-    assert shown(path) == "somebody else's"
-
-
 async def test_a_stale_socket_is_replaced_and_goes_with_the_server(scene: Scene, path: Path) -> None:
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as stale:
@@ -79,7 +70,7 @@ async def test_a_stale_socket_is_replaced_and_goes_with_the_server(scene: Scene,
 
 async def test_a_living_socket_is_left_alone(scene: Scene, root: aiohttp.ClientSession, path: Path) -> None:
     second = another(scene, path)
-    with pytest.raises(ListenError, match=r"another process listens there; end it, or set another http.socket"):
+    with pytest.raises(ListenError, match=r"another process listens there; set another http.socket"):
         await second.start()
     with pytest.raises(RuntimeError):
         _ = second.address
@@ -87,30 +78,13 @@ async def test_a_living_socket_is_left_alone(scene: Scene, root: aiohttp.ClientS
         assert answer.status == 200
 
 
-async def test_a_socket_with_a_full_backlog_is_living(scene: Scene, path: Path) -> None:
-    path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as living, socket.socket(socket.AF_UNIX) as waiting:
-        living.bind(str(path))
-        living.listen(0)
-        waiting.connect(str(path))
-        with pytest.raises(ListenError, match="another process listens there"):
-            await another(scene, path).start()
-
-
-async def test_another_kind_of_file_is_left_alone(scene: Scene, path: Path) -> None:
-    path.parent.mkdir()
-    put(path, "mine")
-    with pytest.raises(ListenError, match="a file that is no socket is there; remove it"):
-        await another(scene, path).start()
-    assert shown(path) == "mine"
-
-
-async def test_a_path_that_is_too_long_or_in_no_folder_is_reported(scene: Scene, tmp_path: Path) -> None:
-    with pytest.raises(ListenError, match=r"a unix socket allows 107; set a shorter http.socket"):
+async def test_a_path_that_can_not_be_used_is_reported(scene: Scene, tmp_path: Path) -> None:
+    with pytest.raises(ListenError, match=r"a unix socket allows 107; set another http.socket"):
         await another(scene, tmp_path / ("x" * 120)).start()
     (tmp_path / "file").touch()
-    with pytest.raises(ListenError, match=r"set http.socket to a path in a folder that the agent may write to"):
-        await another(scene, tmp_path / "file" / "agent.sock").start()
+    for path in (tmp_path / "file", tmp_path / "file" / "agent.sock"):
+        with pytest.raises(ListenError, match=r"set another http.socket"):
+            await another(scene, path).start()
 
 
 async def test_orders(root: aiohttp.ClientSession, scene: Scene) -> None:
@@ -188,4 +162,4 @@ async def test_an_order_can_not_be_read(root: aiohttp.ClientSession) -> None:
     async with root.get("/api/gpus/3/drain") as answer:
         assert answer.status == 405
         assert answer.headers["Allow"] == "POST"
-        assert await answer.json() == {"error": "/api/gpus/3/drain takes maintenance requests: use POST"}
+        assert await answer.json() == {"error": "/api/gpus/3/drain does not take GET: use POST"}
