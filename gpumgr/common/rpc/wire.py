@@ -107,11 +107,14 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """One pass over the message at start..end. `texts`: field number -> an empty list, to which the strings of that field are appended.
+    """One pass over the message at start..end; errors count bytes from its start. `texts`: field number -> an empty list, to which the
+    strings of that field are appended.
 
     Returns the varint fields by number; the last one counts if a field is repeated, as in protobuf. Everything else is skipped. Raises
     WireError.
     """
+    if start > 0 or end < len(data):  # a message inside another one, which may be long: only this part is decoded
+        data, start, end = data[start:end], 0, end - start
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
     # Slices of one decoded string are faster than a decoding of each string; strings that are not ASCII are decoded again at the end.

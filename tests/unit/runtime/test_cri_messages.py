@@ -43,6 +43,17 @@ def test_containerds_list_is_read() -> None:
     assert (static.pod, static.pod_uid) == (("kube-system", "etcd-node-1"), "9f3c1d0b6a8e4f7281c5d3b2a1907e6f")
 
 
+def test_the_cost_of_a_list_grows_with_its_length() -> None:
+    """No container causes a decoding of the whole list."""
+
+    class Answer(bytes):
+        def decode(self, *_: Any) -> str:
+            raise AssertionError("the whole list is decoded")
+
+    answer = Answer(recorded_list("containerd").SerializeToString())
+    assert parse_containers(answer) == parse_containers(bytes(answer))
+
+
 def test_crios_list_is_read() -> None:
     (train,) = parse_containers(recorded_list("crio").SerializeToString())
     assert (train.id, train.pod, train.name, train.running) == (CRIO_ID, ("ml", "bert-0"), "train", True)
