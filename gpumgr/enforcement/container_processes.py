@@ -67,9 +67,9 @@ class Identities:
         inside = self._pid_in_container_of(host_pid)
         return None if inside is None else Identity(namespace, inside)
 
-    def executed(self, host_pid: int, stack: int) -> bool:
-        """Whether the process has executed another program since its first stack began at `stack` (0: not known)."""
-        now = first_stack(host_pid, self._proc_root) if stack else None
+    def executed(self, host_pid: int | None, stack: int) -> bool:
+        """Whether the process (None: there is none) has executed another program since its first stack began at `stack` (0: not known)."""
+        now = first_stack(host_pid, self._proc_root) if host_pid is not None and stack else None
         return now is not None and now != stack
 
     def all(self) -> Iterator[Identity]:

@@ -197,7 +197,8 @@ class PageMonitor(Monitor):
 
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
         """Reports processes that use the GPU without a slot."""
-        outside = [pid for pid in running.gpu_pids if not any(_is_of(slot, self._known[pid]) for slot in slots)]
+        hosts = {self._known[pid]: pid for pid in running.gpu_pids}
+        outside = running.gpu_pids - {_host_pid(slot, hosts) for slot in slots}
         yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
@@ -240,12 +241,13 @@ class PageMonitor(Monitor):
                 yield finding(tenant, "broken", message)
 
     def _free_ended(self, files: PageFiles, running: RunningContainer, slots: Sequence[Slot]) -> None:
-        if None in [self._known[pid] for pid in running.pids]:  # a process has just ended, or is hidden from the agent
+        hosts = {self._known[pid]: pid for pid in running.pids}
+        if None in hosts:  # a process has just ended, or is hidden from the agent
             return
-        pids = {slot.index: [pid for pid in running.pids if _is_of(slot, self._known[pid])] for slot in slots}
+        pids = {slot.index: _host_pid(slot, hosts) for slot in slots}
         # An exec ended the contexts of its process.
-        executed = {slot.index for slot in slots if any(self._identities.executed(pid, slot.stack) for pid in pids[slot.index])}
-        away = [slot for slot in slots if not pids[slot.index] or slot.index in executed]
+        executed = {slot.index for slot in slots if self._identities.executed(pids[slot.index], slot.stack)}
+        away = [slot for slot in slots if pids[slot.index] is None or slot.index in executed]
         self._missing = {(slot.index, slot.pid): self._missing.get((slot.index, slot.pid), 0) + 1 for slot in away}
         ended = [slot for slot in away if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED]
         if not ended:
@@ -281,6 +283,13 @@ class PageMonitor(Monitor):
             overruns=turns.overruns,
             memory_bytes_by_kind={kind: size for kind, size in zip(pages.KINDS, kinds, strict=True) if size},
         )
+
+
+def _host_pid(slot: Slot, hosts: Mapping[Identity | None, int]) -> int | None:
+    """The pid on the host of the slot's process; None: it is not among `hosts`."""
+    if slot.namespace:
+        return hosts.get(Identity(slot.namespace, slot.pid))
+    return next((pid for found, pid in hosts.items() if _is_of(slot, found)), None)
 
 
 def _is_of(slot: Slot, found: Identity | None) -> bool:
