@@ -10,7 +10,6 @@ The service DRAResourceHealth, v1 and v1alpha1, streams the health of the device
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -206,15 +205,8 @@ def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
 
 
 def decode_claims(request: bytes) -> list[ClaimRef]:
-    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError, or Refusal if a claim is incomplete or repeated."""
-    claims = [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
-    for claim in claims:
-        if not (claim.namespace and claim.name and claim.uid):
-            raise Refusal("invalid_request", f"the kubelet's request has a claim without namespace, name or uid: {claim}")
-    for uid, times in Counter(claim.uid for claim in claims).items():
-        if times > 1:
-            raise Refusal("invalid_request", f"the kubelet's request names the claim with uid {uid} {times} times")
-    return claims
+    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError."""
+    return [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
 
 
 def _claim(request: bytes, start: int, end: int) -> ClaimRef:

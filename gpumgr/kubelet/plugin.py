@@ -11,7 +11,6 @@ skips unknown fields, and raises gpumgr.common.rpc.wire.WireError.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from grpclib.const import Handler as Method
 from gpumgr._pb.deviceplugin.v1beta1 import ContainerAllocateResponse, DevicePluginOptions
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue, Subscription, run_shielded
-from gpumgr.common.errors import Refusal
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import Observe, UnixServer, receive, unary
 from gpumgr.common.units import RESOURCE_NAMES, Resource
@@ -90,36 +88,21 @@ class DevicePlugin:
     async def _prefer(self, request: bytes) -> bytes:
         preferences = []
         for wanted in decode_preferred(request):
-            if wanted.size < 0:
-                raise Refusal("invalid_request", f"the kubelet requested a preference for {wanted.size} devices")
             work = self._agent.prefer(self._kind, wanted.available, wanted.must_include, wanted.size)
             preferences.append(await run_shielded(work, name=f"prefer_{self._kind}"))
         return encode_preferred(preferences)
 
     async def _allocate(self, request: bytes) -> bytes:
-        containers = decode_allocate(request)
-        self._check_ids([device_id for ids in containers for device_id in ids])
-        if not all(containers):
-            raise Refusal("invalid_request", f"the kubelet requested a container without any id of {RESOURCE_NAMES[self._kind]}")
         responses = []
-        for ids in containers:
+        for ids in decode_allocate(request):
             work = self._agent.allocate(self._kind, ids)
             responses.append(await run_shielded(work, name=f"allocate_{self._kind}"))
         return encode_allocate(responses)
 
     async def _pre_start(self, request: bytes) -> bytes:
         ids = decode_pre_start(request)
-        self._check_ids(ids)
         await run_shielded(self._agent.pre_start(self._kind, ids), name=f"pre_start_{self._kind}")
         return b""
-
-    def _check_ids(self, ids: Sequence[str]) -> None:
-        """Raises Refusal if the request names no id, or one id twice."""
-        if len(set(ids)) < len(ids):
-            twice = next(device_id for device_id, times in Counter(ids).items() if times > 1)
-            raise Refusal("invalid_request", f"the kubelet's request names {twice} twice")
-        if not ids:
-            raise Refusal("invalid_request", f"the kubelet's request names no id of {RESOURCE_NAMES[self._kind]}")
 
 
 #: How long the kubelet may take to close its connection after the end of its stream: at least, and at most.

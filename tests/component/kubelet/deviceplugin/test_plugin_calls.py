@@ -56,26 +56,6 @@ async def test_refusals_keep_their_sentence(stub: Any, served: Served, code: Ref
     assert served.outcomes == [("Allocate", code), ("PreStartContainer", code)]
 
 
-@pytest.mark.parametrize(
-    ("ids", "sentence"),
-    [
-        ([], "names no id of tencent.com/vcuda-memory"),
-        ([[]], "names no id of tencent.com/vcuda-memory"),
-        ([["a-m0", "a-m1", "a-m0"]], "names a-m0 twice"),
-        ([["a-m0"], []], "a container without any id"),
-        (None, "-1 devices"),
-    ],
-    ids=["no container", "no id", "one id twice", "an empty second container", "a negative preference"],
-)
-async def test_requests_that_make_no_sense(stub: Any, served: Served, ids: list[list[str]] | None, sentence: str) -> None:
-    negative = pb.PreferredAllocationRequest(container_requests=[pb.ContainerPreferredAllocationRequest(allocation_size=-1)])
-    wanted = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=each) for each in ids or ()])
-    status, text = await refusal(stub.GetPreferredAllocation(negative) if ids is None else stub.Allocate(wanted))
-    assert status is grpc.StatusCode.INVALID_ARGUMENT
-    assert sentence in text
-    assert served.allocator.calls == []
-
-
 async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:
     async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
         for rpc in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):

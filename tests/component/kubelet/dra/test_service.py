@@ -102,22 +102,6 @@ async def test_claims_are_decided_at_the_same_time_and_to_the_end(channel: Any, 
     await changed(served.claims.ended, lambda count: count == 2)
 
 
-@pytest.mark.parametrize(
-    ("claims", "sentence"),
-    [
-        pytest.param([claim("a"), claim("a")], "names the claim with uid uid-a 2 times", id="twice"),
-        pytest.param([ClaimRef(namespace="n", name="a", uid="")], "without namespace, name or uid", id="no uid"),
-        pytest.param([ClaimRef(namespace="", name="a", uid="u")], "without namespace, name or uid", id="no namespace"),
-        pytest.param([ClaimRef(namespace="n", name="", uid="u")], "without namespace, name or uid", id="no name"),
-    ],
-)
-async def test_requests_that_make_no_sense(channel: Any, served: Served, claims: list[ClaimRef], sentence: str) -> None:
-    status, text = await refusal(Caller(channel).prepare(*claims))
-    assert status is grpc.StatusCode.INVALID_ARGUMENT
-    assert sentence in text
-    assert (served.claims.calls, served.outcomes) == ([], [("NodePrepareResources", "invalid_request")])
-
-
 @pytest.mark.parametrize("garbage", [b"\x0a\x7fgarbage", b"\x0a\x03\x0a\x7fx", b"\x0a\x03\x0a\x01\xff"])
 async def test_malformed_bytes_are_refused_and_the_server_continues(channel: Any, garbage: bytes) -> None:
     for verb in ("Prepare", "Unprepare"):
