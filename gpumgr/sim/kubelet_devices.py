@@ -163,11 +163,7 @@ class DeviceManager:
         await self._choose(pod, container, resource, chosen, affinity)
         if not chosen.ids:
             return False
-        client = self.clients.get(resource)
-        if client is None:
-            self.allocated = self._held_ids()
-            raise SimKubeletError(f"unknown Device Plugin {resource}")
-        ids = frozenset(chosen.ids)
+        ids, client = frozenset(chosen.ids), self.clients[resource]
         self.calls.append(SimCall(rpc="Allocate", resource=resource, pod=pod, container=container.name, ids=ids))
         try:
             answer = await client.allocate(self._shuffled(ids))
@@ -185,7 +181,7 @@ class DeviceManager:
         self, pod: SimPod, container: SimContainer, resource: str, chosen: DeviceChoice, affinity: frozenset[int] | None
     ) -> None:
         """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
-        if self._has_already(pod, container, resource, chosen.required):
+        if self._has_already(pod, container, resource):
             return
         if chosen.take(self._shuffled(self._reusable.get(resource, ()))):
             return
@@ -202,25 +198,14 @@ class DeviceManager:
                 return
             candidates, fallback = available, rest
         preferred = await self._preferred(pod, container, resource, candidates | chosen.ids, chosen)
-        if not chosen.take(self._shuffled(preferred & candidates)) and not chosen.take(fallback):
-            raise SimKubeletError(
-                f"unexpectedly allocated less resources than required. Requested: {chosen.required}, Got: {len(chosen.ids)}"
-            )
+        if not chosen.take(self._shuffled(preferred & candidates)):
+            chosen.take(fallback)
 
-    def _has_already(self, pod: SimPod, container: SimContainer, resource: str, required: int) -> bool:
+    def _has_already(self, pod: SimPod, container: SimContainer, resource: str) -> bool:
         """Whether the container has its devices already, by the kubelet's checks before any choice. Raises SimKubeletError."""
         holding = self.holding(pod.uid, container.name, resource)
-        if holding is not None and len(holding.ids) != required:
-            raise SimKubeletError(
-                f'pod "{pod.uid}" container "{container.name}" changed request for resource "{resource}" '
-                f"from {len(holding.ids)} to {required}"
-            )
-        if holding is not None and not self._shape.checks_health_first:
-            return True
-        if resource not in self.healthy:
-            raise SimKubeletError(f"cannot allocate unregistered device {resource}")
         if not self._shape.checks_health_first:
-            return False
+            return holding is not None
         if not self.healthy[resource]:
             raise SimKubeletError(f"no healthy devices present; cannot allocate unhealthy devices {resource}")
         if holding is not None and not holding.ids <= self.healthy[resource]:
@@ -232,9 +217,7 @@ class DeviceManager:
     async def _preferred(
         self, pod: SimPod, container: SimContainer, resource: str, offered: set[str], chosen: DeviceChoice
     ) -> set[str]:
-        client = self.clients.get(resource)
-        if client is None:
-            raise SimKubeletError(f"endpoint not found in cache for a registered resource: {resource}")
+        client = self.clients[resource]
         if not client.options.get_preferred_allocation_available:
             return set()
         must_include = frozenset(chosen.ids)
