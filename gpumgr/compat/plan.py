@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from gpumgr.common.errors import InputError
 from gpumgr.common.files import replace_file
-from gpumgr.settings import Settings, check_settings, load_settings
+from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.schema import flat, plain, sections
 
 
@@ -139,9 +139,6 @@ def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
         new = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             replace_file(new, text)
-            problems = check_settings(new)
-            if problems:
-                raise InputError("\n".join(map(str, problems)))
             os.link(new, path)  # unlike rename, link never replaces a file that was created in between
         finally:
             new.unlink(missing_ok=True)

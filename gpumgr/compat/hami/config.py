@@ -221,7 +221,4 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
 
 def _shown(value: object) -> str:
     """The beginning of the value as JSON, or as Python text for YAML values that JSON does not have."""
-    try:
-        return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
-    except (ValueError, RecursionError):
-        return "..."
+    return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)

@@ -7,7 +7,6 @@ ldconfig or a cache the usual folders are searched. An absolute link is followed
 import hashlib
 import os
 import re
-import shutil
 import stat
 import subprocess
 from collections.abc import Collection, Iterable, Sequence
@@ -142,10 +141,7 @@ def _resolve_all(root: Path, entries: Iterable[CacheEntry]) -> tuple[Source, ...
 
 def _read_cache(root: Path) -> str:
     """The output of ldconfig; empty without a working ldconfig or a cache."""
-    program = shutil.which("ldconfig", path=_LDCONFIG_PATH)
-    if program is None:
-        return ""
-    command = [program, "-p"] if root == Path("/") else [program, "-r", str(root), "-p"]
+    command = ["ldconfig", "-p"] if root == Path("/") else ["ldconfig", "-r", str(root), "-p"]
     environment = {"LC_ALL": "C", "PATH": _LDCONFIG_PATH}
     try:
         done = subprocess.run(
