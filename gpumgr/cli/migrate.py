@@ -16,6 +16,7 @@ from gpumgr.common.errors import GpumgrError, InputError, KubeletError
 from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.compat.gpu_manager import takeover as gpu_manager
+from gpumgr.compat.gpu_manager.running_pods import read_gpu_manager_checkpoint
 from gpumgr.compat.gpu_manager.takeover import GpuManagerCommand
 from gpumgr.compat.hami import takeover
 from gpumgr.compat.hami.config import Config, read_config
@@ -29,7 +30,6 @@ from gpumgr.kubelet.records import (
     pods_with_devices,
     read_kubelet_checkpoint,
 )
-from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.rebuild import Holders, foreign
 from gpumgr.settings import Settings

@@ -24,6 +24,7 @@ from gpumgr.cluster.simulation.tables import read_nodes
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import MAX_DEPTH, UnreadableText, convert, decode_json, decode_stored, decode_yaml
 from gpumgr.compat.gpu_manager.driver_files.volumes import parse as parse_volume_conf
+from gpumgr.compat.gpu_manager.running_pods import read_gpu_manager_checkpoint
 from gpumgr.compat.objects import parse_object, read_documents
 from gpumgr.kube.client import UNREADABLE
 from gpumgr.kube.cluster_annotations import decode_inventory, decode_placement
@@ -32,7 +33,6 @@ from gpumgr.kube.pods import parse_pod
 from gpumgr.kubelet.claim_reader import allocated_claim
 from gpumgr.kubelet.records import granted_in, parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.ledger.answer import GRANTED_ANNOTATION
-from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
 from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import ClaimRef

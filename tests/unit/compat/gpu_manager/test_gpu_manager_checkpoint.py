@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import InputError
-from gpumgr.ledger.checkpoint.gpu_manager import read_gpu_manager_checkpoint
+from gpumgr.compat.gpu_manager.running_pods import read_gpu_manager_checkpoint
 from gpumgr.ledger.rebuild import AnonymousRecord
 
 WRITTEN = (
