@@ -4,8 +4,8 @@ two plugins allocate each GPU twice.
 A plugin is found by its socket in the kubelet's folder: the kubelet's API does not list plugins, and not every plugin's device ids name
 GPUs.
 
-The agent deletes an existing socket file before it binds its own, even one that another agent serves, so it takes the lock first. The
-kernel releases the lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
+Two agents would register the same resources and grant the same GPUs, so an agent takes the locks before it listens. The kernel releases a
+lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from gpumgr.common.errors import AlreadyRunning, GpumgrError
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the kubelet's plugin folder: two agents with different lock files would replace each other's sockets in it.
+    """Locks the kubelet's plugin folder, since two agents can have different lock files.
 
     A folder that does not exist is not locked. Raises AlreadyRunning if another process holds the lock.
     """
@@ -77,25 +77,20 @@ def holder(path: Path) -> str | None:
 
 
 def _locked(path: Path) -> int:
-    while True:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise GpumgrError(f"can't open the lock file {path}: {error.strerror or error}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
-            os.close(file)
-            raise AlreadyRunning(
-                f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one",
-                pid=holder or None,
-            ) from error
-        # The file may have been deleted between open and lock: then `path` names another file.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                return file
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise GpumgrError(f"can't open the lock file {path}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(file, 32, 0).decode(errors="replace").strip()
         os.close(file)
+        raise AlreadyRunning(
+            f"another gpumgr agent (pid {holder or 'unknown'}) runs on this node: it holds {path}; stop it before starting this one",
+            pid=holder or None,
+        ) from error
+    return file
 
 
 log = structlog.get_logger(__name__)
