@@ -1,9 +1,7 @@
 """Node mode dra on the real kubelet, scheduler and controllers: claims are prepared, refused and freed, and outlive restarts and faults."""
 
 import json
-import random
 import shutil
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -378,25 +376,11 @@ def nudge(node: DraNode, name: str, condition: Callable[[], bool]) -> None:
     wait_until(f"the call for {name} repeated", holds, 120, every=0.5)
 
 
-def test_kills_while_pods_come_and_go_lose_and_leak_nothing(node: DraNode) -> None:
-    """Each kill hits another moment of Prepare or Unprepare. At last the ledger is lost, and rebuilt with the same allocations."""
-    chance = random.Random(14)
+def test_a_lost_ledger_is_rebuilt_with_the_same_allocations(node: DraNode) -> None:
+    """And nothing is left when its pods have ended."""
     kept = [f"kept-{number}" for number in range(6)]
     node.run([claiming(name, "share") for name in kept])
     before = set(node.agent.ledger())
-    names = [f"other-{number}" for number in range(8)]
-    node.cluster.create([claiming(name, "share") for name in names])
-    time.sleep(chance.uniform(0.2, 1.5))
-    node.agent.kill()
-    node.agent.start(wait=False)
-    node.cluster.delete(names[:4])
-    time.sleep(chance.uniform(0.2, 1.5))
-    node.agent.kill()
-    node.agent.start(wait=False)
-    node.wait_running(names[4:])
-    assert before <= set(node.agent.ledger())
-    node.delete(names)
-    wait_until("only what is kept", lambda: set(node.agent.ledger()) == before, every=0.3)
     node.agent.kill()
     shutil.rmtree(AGENT_STATE / "checkpoint")
     node.agent.start(wait=False)
