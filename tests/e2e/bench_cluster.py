@@ -12,7 +12,6 @@ import random
 import signal
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any, Final, NamedTuple
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
 from gpumgr.placement.devices import score_matrix
+from tests.bench.figures import cpu_seconds
 from tests.topologies import topology_from_matrix
 
 from .agent import Agent
@@ -31,9 +31,8 @@ from .api import phase
 from .cluster import Cluster
 from .dra import CLAIMS, DraNode, claiming, in_mode_dra, request, template
 from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
-from .places import PROJECT
 from .processes import free_ports, wait_until
-from .scheduling import GPU_MEBIBYTES, SCHEDULER, api_node, start_kube_scheduler
+from .scheduling import GPU_MEBIBYTES, SCHEDULER, api_node, start_kube_scheduler, start_replica
 from .tenants import control
 
 GPUS: Final = 8
@@ -42,7 +41,6 @@ REPLICAS: Final = ("extender-a", "extender-b")
 LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpumgr-scheduler"
 SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
 _LEVELS = score_matrix(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 Figures = dict[str, Any]
 
 
@@ -260,13 +258,8 @@ class Schedulers:
                 self.cluster.processes.stop(name)
 
     def start_extender(self, name: str, *, election: bool) -> None:
-        command = [sys.executable, "-m", "gpumgr", "scheduler", f"--kubeconfig={self.cluster.kubeconfig('admin')}"]
         settings = [f"scheduler.leader_election={str(election).lower()}", "scheduler.lease_namespace=default", "http.port=0"]
-        self.cluster.processes.start(
-            name,
-            [*command, f"--listen=127.0.0.1:{self.ports[name]}", "--insecure-loopback", *(f"--set={each}" for each in settings)],
-            cwd=PROJECT,
-        )
+        start_replica(self.cluster, name, self.cluster.kubeconfig("admin"), self.ports[name], *settings)
 
     def status(self, name: str) -> int | None:
         """The status of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
@@ -277,8 +270,7 @@ class Schedulers:
         return None
 
     def cpu_seconds(self, name: str) -> float:
-        fields = Path(f"/proc/{self.cluster.processes.pid(name)}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return cpu_seconds(self.cluster.processes.pid(name))
 
     def wait_bound(self, names: Sequence[str], timeout: float = 300) -> float:
         """The time (monotonic clock) at which the watch has shown all of them on nodes."""

@@ -168,15 +168,21 @@ def own_address() -> str:
 def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
     PAGE_TOKEN.touch(mode=0o600)
     PAGE_TOKEN.write_text("page-token")
+    # The API server's proxies do not connect to loopback addresses.
+    page = (f"http.address={own_address()}", "scheduler.http_port=0", f"http.token_file={PAGE_TOKEN}")
+    start_replica(cluster, "gpumgr-scheduler", kubeconfig, port, *page, *settings, pod=SCHEDULER)
+
+
+def start_replica(
+    cluster: Cluster, name: str, kubeconfig: Path, port: int, *settings: str, pod: str = "", tls: bool = False
+) -> None:
+    """`gpumgr scheduler` as the process `name`, which listens at this port. `pod`: in the namespace kube-system; "": it has none."""
+    loopback = () if tls else ("--insecure-loopback",)
     cluster.processes.start(
-        "gpumgr-scheduler",
-        [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}",
-         "--insecure-loopback", "--set", "log.format=json",
-         # The API server's proxies do not connect to loopback addresses.
-         "--set", f"http.address={own_address()}", "--set", "scheduler.http_port=0",
-         "--set", f"http.token_file={PAGE_TOKEN}",
-         *(f"--set={each}" for each in settings)],
-        {"POD_NAME": SCHEDULER, "POD_NAMESPACE": "kube-system"},
+        name,
+        [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", kubeconfig, "--listen", f"127.0.0.1:{port}", *loopback,
+         *(f"--set={each}" for each in ("log.format=json", *settings))],
+        {"POD_NAME": pod, "POD_NAMESPACE": "kube-system"} if pod else None,
         cwd=PROJECT,
     )  # fmt: skip
 

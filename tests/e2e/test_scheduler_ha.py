@@ -6,7 +6,6 @@ import json
 import selectors
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from .manifests import Json, container, pod
 from .node import cleared
 from .places import PROJECT
 from .processes import free_ports, wait_listening, wait_until
-from .scheduling import Scheduled, api_nodes, grant_rights, start_kube_scheduler, withdraw_rights
+from .scheduling import Scheduled, api_nodes, grant_rights, start_kube_scheduler, start_replica, withdraw_rights
 
 CERTIFICATES: Final = PROJECT / "tests" / "component" / "web" / "certificates"
 LABEL: Final = "gpumgr.io/scheduler-leader"
@@ -52,15 +51,9 @@ class Replicas:
 
     def start(self, name: str) -> None:
         files = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "client_ca_file": "ca.crt"}
-        settings = [f"--set=scheduler.{key}={CERTIFICATES / file}" for key, file in files.items()]
-        self._cluster.processes.start(
-            name,
-            [sys.executable, "-m", "gpumgr", "scheduler", "--kubeconfig", self._credentials, "--listen", f"127.0.0.1:{self.ports[name]}",
-             *settings, "--set=scheduler.leader_election=true", "--set=scheduler.client_names=[client]", "--set=http.port=0",
-             "--set=log.format=json"],
-            {"POD_NAME": name, "POD_NAMESPACE": "kube-system"},
-            cwd=PROJECT,
-        )  # fmt: skip
+        settings = [f"scheduler.{key}={CERTIFICATES / file}" for key, file in files.items()]
+        settings += ["scheduler.leader_election=true", "scheduler.client_names=[client]", "http.port=0"]
+        start_replica(self._cluster, name, self._credentials, self.ports[name], *settings, pod=name, tls=True)
 
     def leaders(self) -> list[str]:
         """The pods with the label."""
