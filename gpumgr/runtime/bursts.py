@@ -196,9 +196,7 @@ class Bursts:
         Raises Refusal if that takes too long, or if the starting container's memory is not free then. If the container runtime has not
         answered the agent in this time, only the free memory decides: the kubelet starts containers with that runtime, so the agent's
         connection is wrong, and may stay so."""
-        gpus = [gpu for gpu in allocation.gpus if is_share(allocation) and self._contested(allocation, gpu)]
-        if not gpus:
-            return
+        gpus = tuple(allocation.gpus) if is_share(allocation) else ()
         key = object()
         self._starting[key] = gpus
         try:
@@ -217,11 +215,6 @@ class Bursts:
             del self._starting[key]
         for gpu in gpus:
             self._refuse_full(allocation, gpu)
-
-    def _contested(self, allocation: Allocation, gpu: GpuName) -> bool:
-        """Whether other containers on the GPU have memory above their requests, or may take it."""
-        above = {name for name, place in self._above if place == gpu and name != allocation.id}
-        return bool(above or self._reach(allocation, gpu))
 
     async def measured(self) -> None:
         """Returns when the next evaluation of a sample has computed the limits of bursts."""
@@ -308,9 +301,10 @@ class Bursts:
         }
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        """Raises Refusal if the container's memory is not free, and another container holds more than the slack above its request."""
+        """Raises Refusal if the container's memory is not free, and a burst of another one holds more than the slack above its request."""
         others = self._memory(gpu, but=allocation).containers
-        burst_bytes, holder = max(((each.burst_bytes, name) for name, each in others.items()), default=(0, ""))
+        bursts = [(each.burst_bytes, name) for name, each in others.items() if (name, gpu) in self._above]
+        burst_bytes, holder = max(bursts, default=(0, ""))
         if (missing := self._missing_bytes(allocation, gpu)) and burst_bytes > self._slack_bytes:
             raise Refusal(
                 "conflict",
