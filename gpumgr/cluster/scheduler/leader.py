@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 import msgspec
 import structlog
 
-from gpumgr.cluster.scheduler.lease import Action, Candidate, Lease, LeaseTimes, lease_spec, parse_lease
+from gpumgr.cluster.scheduler.lease import Candidate, Lease, LeaseTimes, parse_lease
 from gpumgr.common.aio import LatestValue, forever
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text, items_of
 
@@ -79,7 +79,7 @@ class Leadership:
             async with asyncio.timeout(self._candidate.times.request_seconds):
                 lease = await self._read()
                 if lease is not None and lease.holder == self._replica.identity:
-                    await self._write("renew", {"holderIdentity": "", "leaseDurationSeconds": 1}, lease.version)
+                    await self._write("", 1, lease)
                     _log.info("lease_released", lease=self._replica.lease)
                 await self._label(leads=False)
         except _FAILED as error:
@@ -110,10 +110,9 @@ class Leadership:
         action = self._candidate.action(began)
         if action == "wait":
             return
-        spec = lease_spec(self._candidate, action, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"))
-        version = self._candidate.seen.version if self._candidate.seen is not None else None
         try:
-            self._candidate = self._candidate.wrote(await self._write(action, spec, version), began)
+            written = await self._write(self._replica.identity, self._candidate.times.lease_seconds, self._candidate.seen)
+            self._candidate = self._candidate.wrote(written, began)
             if action != "renew":  # another replica may have led since, so this is another term
                 self._term.set(0)
         except AnswerError as error:
@@ -125,13 +124,16 @@ class Leadership:
         found = await self._server.find(f"{self._path}/{self._replica.lease}")
         return parse_lease(found) if found is not None else None
 
-    async def _write(self, action: Action, spec: dict[str, object], version: str | None) -> Lease:
-        """The version is a precondition: the API server answers 409 if the Lease has another one."""
-        if action == "create":
+    async def _write(self, holder: str, seconds: int, seen: Lease | None) -> Lease:
+        """Creates the Lease, or changes it. The version of `seen` is a precondition: the API server answers 409 if the Lease has another
+        one."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {"holderIdentity": holder, "leaseDurationSeconds": seconds, "renewTime": now}
+        if seen is None:
             kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
             made = {**kind, "metadata": {"name": self._replica.lease}, "spec": spec}
             return parse_lease(await self._server.read("POST", self._path, made))
-        changed = {"metadata": {"resourceVersion": version}, "spec": spec}
+        changed = {"metadata": {"resourceVersion": seen.version}, "spec": spec}
         return parse_lease(await self._server.read("PATCH", f"{self._path}/{self._replica.lease}", changed))
 
     def _publish(self) -> None:

@@ -39,7 +39,6 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     holder: str
     version: str
     renewed: str = ""
-    transitions: int = 0
     seconds: int = 0
 
 
@@ -60,7 +59,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         """The state after the Lease was read. `now` is a time after the answer."""
         if lease is None:  # the leader of a deleted Lease still leads for a while
             return replace(self, seen=None, seen_at=now if self.seen is not None else self.seen_at, until=float("-inf"))
-        unchanged = self.seen is not None and _content(lease) == _content(self.seen)
+        unchanged = self.seen is not None and (lease.holder, lease.renewed) == (self.seen.holder, self.seen.renewed)
         until = self.until if lease.holder == self.me else float("-inf")
         return replace(self, seen=lease, seen_at=self.seen_at if unchanged else now, until=until)
 
@@ -90,10 +89,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.seen_at + max(self.times.lease_seconds, self.seen.seconds if self.seen is not None else 0)
 
 
-def _content(lease: Lease) -> tuple[str, str, int]:
-    return lease.holder, lease.renewed, lease.transitions
-
-
 def parse_lease(document: Mapping[str, Any]) -> Lease:
     """Raises KeyError, TypeError, ValueError or AttributeError for a document that is no Lease."""
     spec = document.get("spec") or {}
@@ -101,17 +96,5 @@ def parse_lease(document: Mapping[str, Any]) -> Lease:
         holder=str(spec.get("holderIdentity") or ""),
         version=str(document["metadata"]["resourceVersion"]),
         renewed=str(spec.get("renewTime") or ""),
-        transitions=int(spec.get("leaseTransitions") or 0),
         seconds=int(spec.get("leaseDurationSeconds") or 0),
     )
-
-
-def lease_spec(candidate: Candidate, action: Action, now: str) -> dict[str, Any]:
-    """What to write for the action; `now` is the time of day as RFC 3339 with microseconds."""
-    transitions = candidate.seen.transitions if candidate.seen is not None else 0
-    spec: dict[str, Any] = {
-        "holderIdentity": candidate.me,
-        "leaseDurationSeconds": candidate.times.lease_seconds,
-        "renewTime": now,
-    }
-    return spec if action == "renew" else {**spec, "acquireTime": now, "leaseTransitions": transitions + (action == "take")}
