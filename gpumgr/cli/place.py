@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from gpumgr.cli.options import ExitingCommand
-from gpumgr.cli.topology import FILE, NodeSource, content, source_options
+from gpumgr.cli.topology import FILE, ShownNode, content, node_option
 from gpumgr.common.errors import InputError, Refusal
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.units import CORES_PER_GPU
@@ -46,7 +46,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 @click.command("place", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
-@source_options
+@node_option(required=True)
 @click.option("--state", "state_file", type=FILE, help="JSON of what is free; GPUs that are not listed are free.")
 @click.option("--cores", type=int, required=True, help="vcuda-core: 1 to 99 for a share, 100 or a multiple for whole GPUs.")
 @click.option("--memory", type=int, default=0, show_default=True, help="vcuda-memory in blocks of 256 MiB.")
@@ -60,7 +60,7 @@ class _Row(msgspec.Struct, frozen=True):
 )
 @click.option("--output", type=click.Choice(["json", "text"]), default="json", show_default=True)
 def command(
-    source: NodeSource,
+    node: ShownNode,
     state_file: str | None,
     cores: int,
     memory: int,
@@ -72,9 +72,6 @@ def command(
 
     Prints {"evaluator", "gpus", "score", "reason"}.
     """
-    if source.topology_file is None and source.sim is None:
-        raise click.UsageError("one of --topology and --sim is needed")
-    node = source.read()
     rows = [_Row(gpu.index, gpu.memory_blocks, "MIG enabled" if gpu.mig_enabled else None) for gpu in node.gpus]
     rows = rows or [_Row(index, memory_blocks_per_gpu) for index in range(len(node.topology))]
     capacities = _capacities(rows, None if state_file is None else read_state(state_file))

@@ -17,7 +17,7 @@ from gpumgr.cli.options import ExitingCommand, output_option, sim_option
 from gpumgr.common.errors import InputError
 from gpumgr.driver import Hardware
 from gpumgr.placement.devices import Gpu, MigInstance, NodeSnapshot, Topology
-from gpumgr.placement.matrix import Nic, ParsedTopology, parse_topology
+from gpumgr.placement.matrix import Nic, parse_topology
 from gpumgr.placement.tree import matrix_cells, render_matrix, render_tree, tree_data
 
 
@@ -54,38 +54,36 @@ class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[str, ...] = ()
 
 
-class NodeSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of --topology and --sim; at most one is given."""
+def node_option(*, required: bool) -> Callable[[_F], _F]:
+    """Adds --topology and --sim; the command gets the `node` that they name. `required`: one of them must be given; else this machine's
+    driver is asked. Raises what `read_topology` and `read_snapshot` raise."""
 
-    topology_file: str | None
-    sim: str | None
+    def added(command: _F) -> _F:
+        @wraps(command)
+        def located(*arguments: Any, topology_file: str | None, sim: str | None, **others: Any) -> Any:
+            if topology_file is not None and sim is not None:
+                raise click.UsageError("--topology and --sim exclude each other")
+            if required and topology_file is None and sim is None:
+                raise click.UsageError("one of --topology and --sim is needed")
+            node = _of_driver(read_snapshot(sim)) if topology_file is None else read_topology(topology_file)
+            return command(*arguments, node=node, **others)
 
-    def read(self) -> ShownNode:
-        """Without a file and a name: this machine's driver is asked. Raises what `read_topology` and `read_snapshot` raise."""
-        if self.topology_file is not None:
-            parsed = read_topology(self.topology_file)
-            return ShownNode(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
-        snapshot = read_snapshot(self.sim)
-        return ShownNode(
-            topology=snapshot.topology,
-            labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
-            numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
-            gpus=snapshot.gpus,
-            failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+        topology_option = click.option(
+            "--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin."
         )
+        return cast("_F", topology_option(sim_option(located)))
+
+    return added
 
 
-def source_options(command: _F) -> _F:
-    """Adds --topology and --sim; the command gets the `source` that they name."""
-
-    @wraps(command)
-    def located(*arguments: Any, topology_file: str | None, sim: str | None, **others: Any) -> Any:
-        if topology_file is not None and sim is not None:
-            raise click.UsageError("--topology and --sim exclude each other")
-        return command(*arguments, source=NodeSource(topology_file=topology_file, sim=sim), **others)
-
-    topology_option = click.option("--topology", "topology_file", type=FILE, help="Text of `nvidia-smi topo -m`; - reads stdin.")
-    return cast("_F", topology_option(sim_option(located)))
+def _of_driver(snapshot: NodeSnapshot) -> ShownNode:
+    return ShownNode(
+        topology=snapshot.topology,
+        labels=tuple(f"GPU{gpu.index}" for gpu in snapshot.gpus),
+        numa_nodes=tuple(gpu.numa_node for gpu in snapshot.gpus),
+        gpus=snapshot.gpus,
+        failures=tuple(f"GPU{failure.index}: {failure.reason}" for failure in snapshot.failures),
+    )
 
 
 def content(path: str) -> bytes:
@@ -95,12 +93,13 @@ def content(path: str) -> bytes:
         return read
 
 
-def read_topology(path: str) -> ParsedTopology:
+def read_topology(path: str) -> ShownNode:
     """Reads the text of topo -m from a file, or from stdin for -. Raises InputError, which begins with the file's name."""
     try:
-        return parse_topology(content(path).decode())
+        parsed = parse_topology(content(path).decode())
     except (OSError, UnicodeDecodeError, InputError) as error:
         raise InputError(f"{path}: {error}") from error
+    return ShownNode(topology=parsed.topology, labels=parsed.labels, numa_nodes=parsed.numa_affinity, nics=parsed.nics)
 
 
 def read_snapshot(sim: str | None) -> NodeSnapshot:
@@ -136,17 +135,16 @@ _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malf
 
 
 @click.command("topology", cls=ExitingCommand, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
-@source_options
+@node_option(required=False)
 @output_option
-def command(source: NodeSource, output: str) -> None:
+def command(node: ShownNode, output: str) -> None:
     """Show how the GPUs are connected.
 
     The tree has a line `NAME:FREE:COST` for each group and GPU: the number of free GPUs, and the place of the GPU's group in the order in
     which groups are used up (0 for a group). The matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
-    shown = source.read()
-    click.echo(msgspec.json.encode(_as_data(shown)) if output == "json" else _as_text(shown))
+    click.echo(msgspec.json.encode(_as_data(node)) if output == "json" else _as_text(node))
 
 
 def _as_text(shown: ShownNode) -> str:

@@ -65,7 +65,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Elf(msgspec.Struct, frozen=True, kw_only=True):
-    bits: int
     machine: str
     soname: str | None = None
     needed: tuple[str, ...] = ()
@@ -159,7 +158,7 @@ def _parse(read: Read) -> Elf:
         raise ElfError("is an ELF file, but neither a program nor a library")
     segments = list(_segments(read, header))
     soname, needed = _dynamic(read, header, segments)
-    return Elf(bits=header.bits, machine=header.machine, soname=soname, needed=needed)
+    return Elf(machine=header.machine, soname=soname, needed=needed)
 
 
 def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:

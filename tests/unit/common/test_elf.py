@@ -25,7 +25,7 @@ def parsed(content: bytes) -> Elf:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_reads_machine_and_names(machine: str, order: str) -> None:
     found = parsed(elf(machine, soname="libcuda.so.1", needed=["libc.so.6", "libm.so.6"], order=order))
-    assert (found.machine, found.bits) == (machine, MACHINES[machine][1])
+    assert found.machine == machine
     assert (found.soname, found.needed) == ("libcuda.so.1", ("libc.so.6", "libm.so.6"))
 
 
@@ -70,7 +70,7 @@ def test_a_damaged_file_raises_nothing_else(machine: str, damages: list[tuple[in
         content[at : at + len(damage)] = damage
     with suppress(ElfError):
         found = parsed(bytes(content[: 16 + length % len(content)]))
-        assert found.bits in (32, 64)
+        assert found.machine
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from gpumgr.common.files import FileIdentity
 from gpumgr.compat.gpu_manager.driver_files.volumes import Overlay, Source, VolumePlan, plan_volume
 
 DRIVER = "535.54.03"
-_BITS = {"x86-64": 64, "aarch64": 64, "i386": 32, "x32": 32, "arm": 32}
 
 
 def library(name: str, *, folder: str = "/lib64", machine: str = "x86-64", size: int = 1, **elf: Any) -> Source:
@@ -19,12 +18,12 @@ def library(name: str, *, folder: str = "/lib64", machine: str = "x86-64", size:
         path=Path(folder, name),
         identity=FileIdentity(1, 1, size, 0),
         mode=0o100644,
-        elf=Elf(bits=_BITS[machine], machine=machine, **elf),
+        elf=Elf(machine=machine, **elf),
     )
 
 
 def program(name: str, machine: str | None = "x86-64") -> Source:
-    elf = Elf(bits=_BITS[machine], machine=machine) if machine else None
+    elf = Elf(machine=machine) if machine else None
     return Source(name=name, path=Path("/usr/bin", name), identity=FileIdentity(1, 1, 1, 0), mode=0o100755, elf=elf)
 
 
