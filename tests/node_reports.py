@@ -12,7 +12,7 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedSum
+from gpumgr.ledger.node_use import ContainerUse, NodeUse, UnattributedSum
 from gpumgr.placement.devices import GpuFailure, Level, NodeSample, NodeSnapshot, Topology
 from gpumgr.placement.pods import PodKey
 from tests.allocations import allocated

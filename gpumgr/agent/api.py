@@ -11,12 +11,12 @@ import msgspec
 
 from gpumgr.common.foreign_text import decode_json
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.checkpoint.tables import DELETE_IT, decode_note
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.node_use import ContainerUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.suspension import Suspension
-from gpumgr.ledger.usage.node_use import ContainerUse, UnattributedProcess, UnattributedSum
+from gpumgr.ledger.tables import DELETE_IT, decode_note
 from gpumgr.placement.pods import PodKey
 
 #: The key of the checkpoint's note that keeps the cordons over restarts.

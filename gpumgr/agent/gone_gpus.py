@@ -13,9 +13,9 @@ import structlog
 from gpumgr.agent.inventory import EMPTY
 from gpumgr.agent.state import AgentState
 from gpumgr.common.errors import CheckpointError, Refusal
-from gpumgr.ledger.checkpoint.tables import decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
+from gpumgr.ledger.tables import decode_note, encode_note
 
 log = structlog.get_logger(__name__)
 

@@ -32,11 +32,11 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES, GpuName
-from gpumgr.ledger.checkpoint.tables import encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse
+from gpumgr.ledger.tables import encode_note
 from gpumgr.placement.devices import GpuProcess
 from gpumgr.placement.pods import PodKey
 

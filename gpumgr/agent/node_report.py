@@ -8,7 +8,7 @@ from gpumgr.agent.api import Cordon
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
+from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.devices import NodeSample
 
 

@@ -11,7 +11,7 @@ from gpumgr.ledger.gpu_share import EnforcementTerms, GpuShare
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 from gpumgr.ledger.node import NodeDevices
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import Listing, PodKey, PodSandbox, PodView
 
 

@@ -20,13 +20,13 @@ from gpumgr.agent.ports import Checkpoint, Publish, Runs
 from gpumgr.common.errors import CheckpointError, LedgerError
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger import quarantine
-from gpumgr.ledger.checkpoint.tables import DELETE_IT, decode_note, encode_note
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import Masks
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices, NodeView
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS, Quarantine
 from gpumgr.ledger.suspension import Suspension, SuspensionsById
+from gpumgr.ledger.tables import DELETE_IT, decode_note, encode_note
 from gpumgr.placement.devices import NodeSample, NodeSnapshot
 from gpumgr.placement.select import Policy
 

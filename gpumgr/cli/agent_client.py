@@ -23,8 +23,8 @@ from gpumgr.cli.options import AgentLocation
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_json
 from gpumgr.common.units import GpuName
-from gpumgr.ledger.checkpoint.store import NAME, read_checkpoint
 from gpumgr.ledger.history import HISTORY_ENTRIES
+from gpumgr.ledger.store import NAME, read_checkpoint
 from gpumgr.placement.pods import PodKey
 from gpumgr.web.state import entries_of, node_state, pod_details
 

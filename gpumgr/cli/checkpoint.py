@@ -15,8 +15,8 @@ from gpumgr.cli.formats import show as show_table
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import count_text
-from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.store import read_checkpoint
 
 _EXIT_CODES: Final = {
     0: "done, also if the folder has no checkpoint yet",

@@ -30,8 +30,8 @@ from gpumgr.kubelet.records import (
     pods_with_devices,
     read_kubelet_checkpoint,
 )
-from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.rebuild import Holders, foreign
+from gpumgr.ledger.store import read_checkpoint
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import NodeName
 

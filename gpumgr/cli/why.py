@@ -35,8 +35,8 @@ from gpumgr.cli.options import (
 )
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, GpuName, Resource, count_text
-from gpumgr.ledger.checkpoint.store import NAME
 from gpumgr.ledger.history import Call, Candidate, HistoryEntry
+from gpumgr.ledger.store import NAME
 from gpumgr.placement.pods import PodKey
 
 _EPILOG = """

@@ -23,7 +23,7 @@ from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, Strength, Strengths, describe_limits, gpu_limits
 from gpumgr.ledger.history import NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.ledger.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 from gpumgr.settings import schema

@@ -32,7 +32,7 @@ from gpumgr.common.units import Resource
 from gpumgr.enforcement.backend import Backend, BackendName, finding
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import MemoryLimit
 
 #: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.

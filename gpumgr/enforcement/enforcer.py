@@ -25,7 +25,7 @@ from gpumgr.enforcement.container_processes import mounted_names
 from gpumgr.ledger.answer import ALLOCATION_PATH, ENFORCEMENT_ANNOTATION, ContainerResponse, merged
 from gpumgr.ledger.gpu_share import EnforcementTerms, GpuLimits, GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.ledger.node_use import AllocationOnGpu, TurnUse
 from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import EnforcementSettings

@@ -28,10 +28,10 @@ from gpumgr.kubelet.dra_registration import DraDriver
 from gpumgr.kubelet.dra_service import WAIT_SECONDS
 from gpumgr.kubelet.slice_publisher import SlicePublisher
 from gpumgr.kubelet.slices import Taint, slice_devices, with_lost
-from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import Share, device_name
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.ledger.tables import LOST_NOTE
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import had_mode_dra
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.ledger import Allocation, AllocationId
-from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.ledger.node_use import ContainerUse
 from gpumgr.placement.pods import PodView
 
 #: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: one of its processes

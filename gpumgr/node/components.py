@@ -39,9 +39,9 @@ from gpumgr.kubelet.other_plugins import OtherDevicePlugins
 from gpumgr.kubelet.plugin_registration import KubeletLink, ResourceLists
 from gpumgr.kubelet.records import SPECS_SECONDS, PodResourcesClient, stored_nodes
 from gpumgr.ledger.answer import DriverAccess, HostPaths
-from gpumgr.ledger.checkpoint.tables import Loaded
 from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node import NodeDevices
+from gpumgr.ledger.tables import Loaded
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.devices import NodeSample
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher

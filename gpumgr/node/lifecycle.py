@@ -30,9 +30,9 @@ from gpumgr.common.systemd import Notifier
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import PodCache
 from gpumgr.kubelet.records import SPECS_SECONDS, entries_if_readable, of_existing_pods, reconcile
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from gpumgr.ledger.checkpoint.tables import LOST_NOTE, Loaded
 from gpumgr.ledger.history import HistoryEntry
+from gpumgr.ledger.store import SqliteCheckpoint
+from gpumgr.ledger.tables import LOST_NOTE, Loaded
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components
 from gpumgr.node.node_enforcement import NodeEnforcement

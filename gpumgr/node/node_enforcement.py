@@ -35,7 +35,7 @@ from gpumgr.enforcement.mps.backend import Mps, UnlimitedMps
 from gpumgr.enforcement.mps.launcher import best_method
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_share import GpuShare, gpu_limits
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import NodeSnapshot
 from gpumgr.runtime import checkpoints
 from gpumgr.runtime.cgroups import Cgroups

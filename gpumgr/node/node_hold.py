@@ -26,9 +26,9 @@ from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlEr
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
 from gpumgr.kubelet.other_plugins import lock_folder, lock_node
-from gpumgr.ledger.checkpoint.store import read_checkpoint
-from gpumgr.ledger.checkpoint.tables import CorruptError
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.store import read_checkpoint
+from gpumgr.ledger.tables import CorruptError
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.web.handlers import make_waiting

@@ -19,8 +19,8 @@ from gpumgr.common.units import MEMORY_LIMIT_ANNOTATION, GpuName
 from gpumgr.ledger.burst import ContainerMemory, GpuMemory, wanted_limits
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse
 from gpumgr.ledger.suspension import ahead, used_by, waits_for
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse
 from gpumgr.placement.devices import Gpu, NodeSample
 from gpumgr.runtime.container_events import ContainerEvents, Subject
 from gpumgr.runtime.limits_in_force import UNKNOWN_BYTES, LimitsInForce

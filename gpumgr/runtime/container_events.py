@@ -13,8 +13,8 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.node_use import Container
 from gpumgr.ledger.suspension import overcommitted, used_by
-from gpumgr.ledger.usage.node_use import Container
 from gpumgr.placement.pods import PodKey
 
 #: Reason of the event of a container that is over its memory limit.

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gpumgr.agent.ports import Runs
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups, container_id_in, own_cgroup
 from gpumgr.runtime.cri import CriClient, FirstProcess
 

@@ -25,7 +25,7 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.channel import CALL_FAILURES, Reply, UnixChannel, failure_text
 from gpumgr.ledger.answer import DriverAccess
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import PodSandbox
 
 _SERVICE: Final = "/runtime.v1.RuntimeService/"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import AllocationOnGpu
+from gpumgr.ledger.node_use import AllocationOnGpu
 
 #: In place of a limit that an earlier process of the agent may have set: more than any GPU has.
 UNKNOWN_BYTES: Final = 1 << 62

@@ -17,10 +17,10 @@ from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import LogPace
 from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
 from gpumgr.ledger.gpu_share import GpuShare
+from gpumgr.ledger.join import AllocationIndex, join
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
-from gpumgr.ledger.usage.join import AllocationIndex, join
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
+from gpumgr.ledger.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
+from gpumgr.ledger.use_changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 from gpumgr.placement.devices import Gpu, NodeSample
 from gpumgr.placement.pods import PodView
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts

@@ -15,9 +15,9 @@ import structlog
 
 from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
+from gpumgr.ledger.join import AllocationIndex
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.join import AllocationIndex
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)

@@ -18,8 +18,8 @@ from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.history import RESIZED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.node_use import NodeUse
 from gpumgr.ledger.resize import Surroundings, Waits, decide, refused
-from gpumgr.ledger.usage.node_use import NodeUse
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 
 log = structlog.get_logger(__name__)

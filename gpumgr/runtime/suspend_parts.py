@@ -9,8 +9,8 @@ import msgspec
 
 from gpumgr.agent.ports import Runs
 from gpumgr.ledger.ledger import AllocationId
+from gpumgr.ledger.node_use import Container
 from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
-from gpumgr.ledger.usage.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups
 
 

@@ -22,8 +22,8 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.history import RESUMED, SUSPENDED
 from gpumgr.ledger.ledger import Allocation, AllocationId
+from gpumgr.ledger.node_use import ContainerUse, NodeUse
 from gpumgr.ledger.suspension import AGAIN_SECONDS, Activity, Moved, Suspension, activity, next_step, obstacle
-from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse
 from gpumgr.runtime.bursts import Bursts
 from gpumgr.runtime.container_events import ContainerEvents, Subject
 from gpumgr.runtime.process_owners import ProcessOwnership

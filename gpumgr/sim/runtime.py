@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from gpumgr._pb.runtime import v1 as cri
 from gpumgr.common.rpc.server import DrainingServer
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.sim.kubelet_pods import SimPod
 from gpumgr.sim.library import SimProcesses
 

@@ -35,7 +35,7 @@ from gpumgr.ledger.gpu_share import describe_limits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.usage.node_use import NodeUse, UnattributedSum
+from gpumgr.ledger.node_use import NodeUse, UnattributedSum
 from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.tree import Group, build_tree, indices

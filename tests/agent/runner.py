@@ -16,8 +16,8 @@ from gpumgr.agent.writer import Agent
 from gpumgr.cli import main
 from gpumgr.common.units import Resource
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.node import components, lifecycle
 
 _passed: Counter[str] = Counter()

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from gpumgr.kubelet.slices import slice_name
-from gpumgr.ledger.checkpoint.store import read_checkpoint
-from gpumgr.ledger.checkpoint.tables import LOST_NOTE
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ids import gpu_name
 from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.ledger.store import read_checkpoint
+from gpumgr.ledger.tables import LOST_NOTE
 from gpumgr.sim.demo.node import NODE_NAME, SimulatedNode
 from gpumgr.sim.kubelet import PodStatus
 from tests.background import until

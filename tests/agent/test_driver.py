@@ -7,7 +7,7 @@ import pytest
 
 from gpumgr.agent.state import QUARANTINE_NOTE
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.ledger.checkpoint.store import read_checkpoint
+from gpumgr.ledger.store import read_checkpoint
 from gpumgr.sim.demo.node import SimulatedNode
 from tests.background import until
 

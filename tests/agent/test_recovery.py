@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.units import VCUDA_NAMES
-from gpumgr.ledger.checkpoint.store import NAME
+from gpumgr.ledger.store import NAME
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
 from tests.component.cli.examination.conftest import listening

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.ledger.checkpoint.store import NAME
+from gpumgr.ledger.store import NAME
 from gpumgr.sim.demo.process import AgentProcess
 
 from .stage import app, running, stage

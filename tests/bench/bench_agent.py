@@ -22,8 +22,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import yaml
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Change
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 from tests.allocations import allocated

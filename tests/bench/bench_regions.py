@@ -11,7 +11,7 @@ from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.enforcement.hami_core.region import FILE_NAME
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.bench import figures
 from tests.bench.figures import Stopwatch, spread
 from tests.libvgpu import build

@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.cgroups import Cgroups
 from tests.bench.children import child

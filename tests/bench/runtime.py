@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.cri_api import cri
 
 _SERVICE = "runtime.v1.RuntimeService"

@@ -28,10 +28,10 @@ from gpumgr.enforcement.hami_core.region import FILE_NAME
 from gpumgr.enforcement.limiter.backend import Limiter
 from gpumgr.enforcement.mps.backend import Mps
 from gpumgr.enforcement.mps.folders import GpuFolder, Share
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.placement.devices import GpuProcess, NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.runtime import checkpoints

@@ -15,7 +15,7 @@ from gpumgr.common.proc import HostProcesses
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import SOCKET
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.cri import CriClient
 from tests.bench.places import Places

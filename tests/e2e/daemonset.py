@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from gpumgr.ledger.checkpoint import store
+from gpumgr.ledger import store
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
 from tools import chart

@@ -13,8 +13,8 @@ from gpumgr.agent.claims import NodeClaims
 from gpumgr.cli import main
 from gpumgr.kubelet.claim_reader import ClaimReader
 from gpumgr.kubelet.dra_service import DraPlugin
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
+from gpumgr.ledger.store import SqliteCheckpoint
 
 #: Step -> the method that it is before or after.
 STEPS: Final[dict[str, tuple[type, str, str]]] = {

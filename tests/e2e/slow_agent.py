@@ -6,8 +6,8 @@ Each Allocate is then under way for so long that the kubelet hands its ids out a
 import asyncio
 
 from gpumgr.cli import main
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Change
+from gpumgr.ledger.store import SqliteCheckpoint
 
 COMMIT_SECONDS = 0.04
 

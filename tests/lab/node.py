@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from gpumgr.ledger import node_use as cri
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.usage import node_use as cri
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import NAMESPACE, Sections, SimulatedNode, open_node
 from gpumgr.sim.demo.process import AgentLog, Line

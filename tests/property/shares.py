@@ -15,15 +15,15 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, RESOURCES, Process, Resource
 from gpumgr.ledger.callers import Caller
-from gpumgr.ledger.checkpoint.tables import decode_allocation, encode_allocation
 from gpumgr.ledger.choose import Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
+from gpumgr.ledger.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
+from gpumgr.ledger.tables import decode_allocation, encode_allocation
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodView
 from gpumgr.runtime.containers import Containers

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumgr.ledger.node_use import ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.usage.changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
-from gpumgr.ledger.usage.node_use import ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
+from gpumgr.ledger.use_changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
 
 PIDS = st.integers(1, 12)
 

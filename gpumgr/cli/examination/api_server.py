@@ -21,7 +21,7 @@ from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.claim_reader import find_shares
 from gpumgr.kubelet.dra_registration import socket_patterns
 from gpumgr.kubelet.slices import SLICES, dropped, probe_slice, slice_name
-from gpumgr.ledger.checkpoint.store import read_checkpoint
+from gpumgr.ledger.store import read_checkpoint
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings
 

@@ -14,8 +14,8 @@ from typing import Final
 from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
-from gpumgr.ledger.checkpoint.store import read_checkpoint
-from gpumgr.ledger.checkpoint.tables import CorruptError
+from gpumgr.ledger.store import read_checkpoint
+from gpumgr.ledger.tables import CorruptError
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "check whether the file systems of the settings' folders answer (`df`)"

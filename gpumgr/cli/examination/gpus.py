@@ -12,8 +12,8 @@ from gpumgr.common.errors import GpumgrError
 from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version
 from gpumgr.driver.driver import Nvml
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE
-from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.node import NO_MEMORY
+from gpumgr.ledger.store import read_checkpoint
 from gpumgr.placement.devices import Gpu, NodeSnapshot
 
 INSTALL: Final = "install NVIDIA's driver and run `modprobe -a nvidia nvidia-uvm`, then look at `dmesg | grep -i nvrm`"

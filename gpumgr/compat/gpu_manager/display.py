@@ -26,7 +26,7 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU, GpuName
 from gpumgr.common.unix_socket import UnixSocket
 from gpumgr.ledger.ids import count
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.ledger.node_use import ContainerUse
 from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 

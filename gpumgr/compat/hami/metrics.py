@@ -13,7 +13,7 @@ from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, RenderedFamily, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, percent
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger, granted_mebibytes, holdings
-from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.ledger.node_use import ContainerUse
 from gpumgr.placement.devices import Gpu, GpuSample
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.requests import device_type

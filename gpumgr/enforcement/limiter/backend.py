@@ -32,7 +32,7 @@ from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, TurnUse
+from gpumgr.ledger.node_use import AllocationOnGpu, TurnUse
 
 #: LIBRARY is for containers, ARBITER for the agent itself.
 LIBRARY: Final = "libgpumgr.so"

@@ -21,7 +21,7 @@ from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
 from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import TurnUse
+from gpumgr.ledger.node_use import TurnUse
 
 #: A process without a slot is reported after this many checks in a row, since it may have ended after the driver listed it.
 _CHECKS_UNREGISTERED: Final = 2

@@ -10,9 +10,9 @@ import structlog
 from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import CriError
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.ledger.join import AllocationIndex
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.usage.join import AllocationIndex
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import PodView
 from gpumgr.runtime.containers import Containers
 

@@ -12,9 +12,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumgr.common.units import RESOURCE_NAMES, RESOURCES, VCUDA_NAMES, GpuName
-from gpumgr.ledger.checkpoint.store import read_checkpoint
 from gpumgr.ledger.ids import gpu_name
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.store import read_checkpoint
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.control import SimControl, SimLoad, SimProcess
 from gpumgr.sim.demo.process import COMMAND, AgentLog, AgentProcess

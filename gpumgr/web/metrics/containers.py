@@ -12,7 +12,7 @@ from gpumgr.common.aio import yielding_gil
 from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, kept_label_text, render
 from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.ledger import Ledger, holdings
-from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
+from gpumgr.ledger.node_use import ContainerUse, TurnUse
 
 #: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")

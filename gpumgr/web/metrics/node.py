@@ -11,7 +11,7 @@ from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, label_text, render
 from gpumgr.common.units import CORES_PER_GPU, GpuName, ratio
 from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
-from gpumgr.ledger.usage.node_use import UnattributedSum
+from gpumgr.ledger.node_use import UnattributedSum
 from gpumgr.placement.devices import GpuSample, NodeSample
 
 _INFO: Final = gauge(

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from gpumgr.agent.api import CORDONS_NOTE, Cordon
 from gpumgr.common.units import BLOCK_MEBIBYTES
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from gpumgr.ledger.checkpoint.tables import encode_note
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.store import SqliteCheckpoint
+from gpumgr.ledger.tables import encode_note
 from tests.allocations import allocated
 
 AT = 1_700_000_000.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.agent.api import Cordon
-from gpumgr.ledger.checkpoint.store import NAME
+from gpumgr.ledger.store import NAME
 from tests.unit.cli.node_story import story
 from tests.unit.cli.test_why_story import told
 

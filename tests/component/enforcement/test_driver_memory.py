@@ -15,7 +15,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.driver_memory import DriverMemory
 from gpumgr.ledger.answer import ContainerResponse
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import MemoryLimit
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare

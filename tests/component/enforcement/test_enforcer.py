@@ -21,7 +21,7 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import EnforcementTerms, GpuShare, Strength
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import EnforcementSettings

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from gpumgr.driver import Hardware
 from gpumgr.enforcement.mps.grace_periods import ClientsOfPods
 from gpumgr.kube.publisher.publisher import Publisher
-from gpumgr.ledger.checkpoint.tables import Loaded
+from gpumgr.ledger.tables import Loaded
 from gpumgr.node import api_side, lifecycle
 from gpumgr.node.api_side import ApiSide
 from gpumgr.node.components import Components

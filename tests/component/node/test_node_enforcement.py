@@ -18,7 +18,7 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_share import GpuLimits, GpuShare, SharedGpu
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRequest, Ledger
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.settings import Settings

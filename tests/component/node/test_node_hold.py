@@ -20,8 +20,8 @@ from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
 from gpumgr.kubelet.dra_registration import DraDriver
 from gpumgr.kubelet.other_plugins import lock_node
-from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.store import NAME, SqliteCheckpoint
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.node.node_hold import SecondAgent, node_held
 from gpumgr.settings import Settings

@@ -15,7 +15,7 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import ClaimRequest
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
+from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
 from gpumgr.placement.devices import GpuProcess, NodeSnapshot, Topology
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.sim.kubelet_pods import SimPod

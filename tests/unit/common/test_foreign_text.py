@@ -33,9 +33,9 @@ from gpumgr.kube.pods import parse_pod
 from gpumgr.kubelet.claim_reader import allocated_claim
 from gpumgr.kubelet.records import granted_in, parse_kubelet_checkpoint, parse_registered_devices
 from gpumgr.ledger.answer import GRANTED_ANNOTATION
-from gpumgr.ledger.checkpoint.tables import CorruptError, checksum, decode_allocation, decode_entry
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import ClaimRef
+from gpumgr.ledger.tables import CorruptError, checksum, decode_allocation, decode_entry
 from gpumgr.runtime.cri import parse_status
 from gpumgr.settings.tree import compose
 from tools import PROJECT

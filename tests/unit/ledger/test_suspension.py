@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.node_use import ContainerUse, TurnUse
 from gpumgr.ledger.suspension import (
     AGAIN_SECONDS,
     Activity,
@@ -19,7 +20,6 @@ from gpumgr.ledger.suspension import (
     obstacle,
     waits_for,
 )
-from gpumgr.ledger.usage.node_use import ContainerUse, TurnUse
 from gpumgr.placement.pods import PodView
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from gpumgr._pb.runtime.v1 import ContainerStatusResponse
 from gpumgr.common.foreign_text import UnreadableText
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.wire import WireError
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime.cri import FirstProcess, parse_containers, parse_ready_sandboxes, parse_status
 from tests.cri_api import cri, recorded_list

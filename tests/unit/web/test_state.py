@@ -16,13 +16,13 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.join import join
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
-from gpumgr.ledger.usage.join import join
 from gpumgr.placement.devices import GpuFailure, GpuProcess, NodeSample
 from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.topologies import topology_from_matrix
-from tests.unit.ledger.usage.samples import container
+from tests.unit.ledger.samples import container
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, sample_of, snapshot_of, uuid_of, view_of, whole
 
 POD = ("team", "web")

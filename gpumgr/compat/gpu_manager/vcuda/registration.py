@@ -29,7 +29,7 @@ from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatc
 from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 
 _log = structlog.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from gpumgr.compat.gpu_manager.vcuda import files
 from gpumgr.compat.gpu_manager.vcuda.files import INIT_PID, pack_config, pack_pids, unpack_pids
 from gpumgr.enforcement.operator_library import make_folder
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 
 _MODE: Final = 0o666
 _BACKLOG: Final = 128

@@ -14,15 +14,15 @@ from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.driver import Hardware
 from gpumgr.kube.client import Right
 from gpumgr.kubelet.slices import LOST_TAINT, Taint, resource_slice, slice_name
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.placement.devices import Gpu
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
 from tests.component.kubelet.dra.resources import Resources
 from tests.component.kubelet.dra.test_slice_publisher import DEVICES, device
-from tests.component.ledger.checkpoint.conftest import GPU, REGISTRY
+from tests.component.ledger.conftest import GPU, REGISTRY
 
 from .conftest import listening
 

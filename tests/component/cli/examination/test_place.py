@@ -13,8 +13,8 @@ import pytest
 from gpumgr.cli.examination import CheckResult
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
 from gpumgr.kubelet.other_plugins import lock_node
-from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint, read_checkpoint
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.store import NAME, SqliteCheckpoint, read_checkpoint
 
 from .test_command import doctor, write_settings
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from gpumgr.cli.migrate import command
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.settings import check_settings, load_settings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import SimContainer, SimPod

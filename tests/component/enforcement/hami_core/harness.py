@@ -11,7 +11,7 @@ from gpumgr.agent.ports import RunningContainer
 from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.shares import gpu_share, shared_gpu
 
 SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"

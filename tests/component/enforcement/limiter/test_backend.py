@@ -19,8 +19,8 @@ from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.enforcement.limiter.pages import decode_limits
 from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import Container as RuntimeContainer
-from gpumgr.ledger.usage.node_use import TurnUse
+from gpumgr.ledger.node_use import Container as RuntimeContainer
+from gpumgr.ledger.node_use import TurnUse
 from tests.background import until
 from tests.component.enforcement.hami_core.harness import number_in_container
 from tests.component.enforcement.limiter.harness import (

@@ -25,7 +25,7 @@ from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder
 from gpumgr.ledger.answer import ContainerResponse, merged
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.settings.schema import MpsSettings
 from tests import mps_control
 from tests.background import until

@@ -15,9 +15,9 @@ from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kubelet.dra_service import DraPlugin
 from gpumgr.kubelet.records import stored_nodes
 from gpumgr.ledger.answer import HostPaths
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.claims import AllocatedClaim, ClaimShare, device_name
 from gpumgr.ledger.ledger import ClaimRef, Ledger
+from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import MemoryPods, no_bursts

@@ -16,8 +16,8 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import PodKey
 from gpumgr.runtime.containers import Containers

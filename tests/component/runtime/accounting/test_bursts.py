@@ -12,7 +12,7 @@ from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.settings.schema import EnforcementSettings
-from tests.unit.ledger.usage.samples import MIB, container, sample
+from tests.unit.ledger.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of
 
 from .node import Node, breathe

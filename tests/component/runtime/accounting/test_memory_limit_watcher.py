@@ -13,7 +13,7 @@ from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
 from gpumgr.settings.schema import EnforcementSettings
-from tests.unit.ledger.usage.samples import MIB, container, sample
+from tests.unit.ledger.samples import MIB, container, sample
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, whole
 
 from .node import Node, breathe

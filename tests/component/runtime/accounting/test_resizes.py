@@ -20,7 +20,7 @@ from .node import Node, breathe
 from .test_bursts import GPU, PIDS, TRAIN, WEB, rule, share, uses
 from .test_suspensions import inline, sampled, with_driver
 
-from tests.unit.ledger.usage.samples import container  # isort: skip
+from tests.unit.ledger.samples import container  # isort: skip
 
 
 #: 50 cores and 512 MiB; 30 cores and 1024 MiB.

@@ -10,14 +10,14 @@ from structlog.testing import capture_logs
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.ledger import Allocation, MigDevice
+from gpumgr.ledger.node_use import TurnUse
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
-from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import PodView, ResizeRequest
 from gpumgr.runtime import suspensions
 from gpumgr.settings.schema import EnforcementSettings
 from tests.background import background
-from tests.unit.ledger.usage.samples import container
+from tests.unit.ledger.samples import container
 from tests.unit.web.metrics.pictures import allocation, name_of
 
 from .node import Node, breathe

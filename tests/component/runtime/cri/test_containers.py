@@ -11,7 +11,7 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
 from gpumgr.common.errors import CriError
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.runtime.containers import UNKNOWN_PERIOD_SECONDS, Containers
 from gpumgr.runtime.cri import CriClient
 from tests.component.runtime.cri.node import UID, Node, Runtime, container_id, serving

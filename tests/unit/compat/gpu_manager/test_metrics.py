@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import ContainerSpec, PodView
-from tests.unit.ledger.usage.samples import MIB, container, sample, used
+from tests.unit.ledger.samples import MIB, container, sample, used
 from tests.unit.web.metrics.pages import families, metrics_of, series, text_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of, whole
 

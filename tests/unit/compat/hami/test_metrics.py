@@ -6,7 +6,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.placement.pods import ContainerSpec, PodView
-from tests.unit.ledger.usage.samples import container, sample, used
+from tests.unit.ledger.samples import container, sample, used
 from tests.unit.web.metrics.pages import families, full_picture, metrics_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, sample_of, uuid_of, view_of
 

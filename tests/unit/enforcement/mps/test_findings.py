@@ -9,7 +9,7 @@ from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.mps.findings import View, judge, processes_outside, unserved
 from gpumgr.enforcement.mps.limits import Tampering
 from gpumgr.ledger.ledger import AllocationId
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.shares import gpu_share
 
 TENANT = gpu_share(pod=("demo", "resnet"))

@@ -11,12 +11,12 @@ from gpumgr.agent.api import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_share import GpuLimits
+from gpumgr.ledger.node_use import TurnUse
 from gpumgr.ledger.suspension import Suspension
-from gpumgr.ledger.usage.node_use import TurnUse
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import Metrics
-from tests.unit.ledger.usage.samples import container, sample, used
+from tests.unit.ledger.samples import container, sample, used
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, TurnUse
+from gpumgr.ledger.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.pods import PodKey
-from tests.unit.ledger.usage.samples import container, sample, used
+from tests.unit.ledger.samples import container, sample, used
 from tests.unit.web.metrics.pictures import name_of
 
 from .pages import metrics_of, ours, text_of

@@ -17,7 +17,7 @@ import grpc
 import tests.kubelet_api  # noqa: F401 (puts proto/ on the import path)
 from gpumgr.compat.gpu_manager.vcuda.backend import EXPORTS, VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import unpack_pids
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 api, api_services = grpc.protos_and_services("vcuda/api.proto")

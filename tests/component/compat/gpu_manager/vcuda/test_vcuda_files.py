@@ -18,7 +18,7 @@ from gpumgr.agent.ports import RunningContainer
 from gpumgr.common.errors import CriError, GpumgrError, Refusal
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import pack_config
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Node, build_library, register, run
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 

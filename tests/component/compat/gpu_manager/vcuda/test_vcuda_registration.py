@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 

@@ -15,12 +15,12 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.compat.gpu_manager.display import answer_of, graph_message, usage_message, version_message
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.component.stage.stage import MemoryPods
 from tests.display_api import as_json, display, golden
-from tests.unit.ledger.usage.samples import MIB, container, sample, used
+from tests.unit.ledger.samples import MIB, container, sample, used
 from tests.unit.web.metrics.pictures import allocation, view_of
 
 SHARE, TRAIN = ("team", "share"), ("team", "train")

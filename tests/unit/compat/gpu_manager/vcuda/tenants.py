@@ -1,6 +1,6 @@
 """A tenant for tests, and its container."""
 
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.shares import gpu_share, shared_gpu
 
 ALLOCATION = "d79ef655d5eaf955"

@@ -18,7 +18,7 @@ from gpumgr.compat.gpu_manager.vcuda import registration
 from gpumgr.compat.gpu_manager.vcuda.registration import ROUTE, ContainerOf, HasMounted, RegistrationService, belongs
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot, RegistrationBatches
 from gpumgr.ledger.gpu_share import GpuShare
-from gpumgr.ledger.usage.node_use import Container
+from gpumgr.ledger.node_use import Container
 from tests.unit.compat.gpu_manager.vcuda.tenants import CONTAINER, TENANT
 
 

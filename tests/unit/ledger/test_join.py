@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.usage.node_use import UnattributedProcess
+from gpumgr.ledger.node_use import UnattributedProcess
 from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of, whole
 
 from .samples import MIB, container, sample, used

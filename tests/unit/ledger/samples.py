@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from gpumgr.ledger.join import join
 from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.usage.join import join
-from gpumgr.ledger.usage.node_use import Container, NodeUse
+from gpumgr.ledger.node_use import Container, NodeUse
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodKey
 from tests.unit.web.metrics.pictures import uuid_of

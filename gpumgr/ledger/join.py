@@ -13,7 +13,7 @@ from typing import Literal
 
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import Allocation, Ledger
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
+from gpumgr.ledger.node_use import AllocationOnGpu, Container, ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodKey, PodView
 

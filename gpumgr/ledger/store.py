@@ -28,10 +28,10 @@ from urllib.parse import quote
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.files import sync_folder
-from gpumgr.ledger.checkpoint import tables
-from gpumgr.ledger.checkpoint.tables import CorruptError, Loaded, checksum
+from gpumgr.ledger import tables
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Change
+from gpumgr.ledger.tables import CorruptError, Loaded, checksum
 
 NAME: Final = "gpumgr.sqlite3"
 #: The suffixes of the files that sqlite creates next to a database in WAL mode.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpumgr.common.errors import CheckpointError
-from gpumgr.ledger.checkpoint.store import NAME, read_checkpoint
 from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.store import NAME, read_checkpoint
 
 from .conftest import LEDGER, Open, allocation, save_ledger
 

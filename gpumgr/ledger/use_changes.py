@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
+from gpumgr.ledger.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.usage.node_use import AllocationOnGpu, ContainerUse, NodeUse, UnattributedProcess
 
 
 class _Streak(msgspec.Struct, frozen=True, kw_only=True):

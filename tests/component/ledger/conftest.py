@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.units import BLOCK_MEBIBYTES
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.store import SqliteCheckpoint
 from tests.allocations import allocated
 
 GPU = "11111111"

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import BLOCK_MEBIBYTES
-from gpumgr.ledger.checkpoint.store import NAME, SqliteCheckpoint, read_checkpoint, translate
 from gpumgr.ledger.history import HISTORY_ENTRIES, Candidate, HistoryEntry
 from gpumgr.ledger.ids import RegisteredInstance
 from gpumgr.ledger.ledger import Change, Ledger
+from gpumgr.ledger.store import NAME, SqliteCheckpoint, read_checkpoint, translate
 
 from .conftest import LEDGER, REGISTRY, Open, allocation
 
-REPOSITORY = Path(__file__).parents[4]
+REPOSITORY = Path(__file__).parents[3]
 ASIDE = f"{NAME}.corrupt-19700101T000000Z"
 
 
@@ -100,8 +100,8 @@ import asyncio, sys
 from pathlib import Path
 from typing import Any
 from gpumgr.ledger.ledger import Change
-from gpumgr.ledger.checkpoint.store import SqliteCheckpoint
-from tests.component.ledger.checkpoint.conftest import GPU, allocation
+from gpumgr.ledger.store import SqliteCheckpoint
+from tests.component.ledger.conftest import GPU, allocation
 from gpumgr.ledger.ids import GpuRegistry
 
 def half(n, side):

@@ -1,7 +1,7 @@
 """Who is never over the limit, or no longer (the readings that it takes are in tests/property)."""
 
-from gpumgr.ledger.usage.changes import OverLimitChange, OverLimitState, apply_readings
-from gpumgr.ledger.usage.node_use import ContainerUse
+from gpumgr.ledger.node_use import ContainerUse
+from gpumgr.ledger.use_changes import OverLimitChange, OverLimitState, apply_readings
 
 LIMIT, SLACK, SAMPLES = 1000, 100, 3
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gpumgr.common.units import Process
+from gpumgr.ledger.node_use import NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.usage.changes import KnownProcess, KnownProcesses, update_unattributed
-from gpumgr.ledger.usage.node_use import NodeUse, UnattributedProcess, UnattributedSum
+from gpumgr.ledger.use_changes import KnownProcess, KnownProcesses, update_unattributed
 
 
 def node(

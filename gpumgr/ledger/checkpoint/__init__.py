@@ -1,1 +1,0 @@
-"""The state that persists over restarts: the ledger, in sqlite."""

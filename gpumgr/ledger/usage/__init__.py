@@ -1,1 +1,0 @@
-"""The use of GPUs by containers: the driver's sample joined with the containers of the node. Pure."""
