@@ -15,7 +15,7 @@ from gpumgr.agent.pods import find_pod
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import LogPace
-from gpumgr.common.units import MEMORY_RESOURCE, Amounts, Resource
+from gpumgr.common.units import MEMORY_RESOURCE, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.join import AllocationIndex, join
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
@@ -133,10 +133,8 @@ class MemoryLimitWatcher:
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin_evaluation(ledger, use)
-        obstacle = self._backends.obstacle_to_change
-        most = Amounts(self._rule.max_growth_cores, self._rule.max_growth_memory_mebibytes)
-        unsaved = self._unsaved
-        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, most=most, obstacle=obstacle, unsaved=unsaved):
+        obstacle, unsaved = self._backends.obstacle_to_change, self._unsaved
+        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, obstacle=obstacle, unsaved=unsaved):
             ledger = self._agent_state.ledger
             shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)

@@ -35,13 +35,12 @@ async def decide_resizes(
     bursts: Bursts,
     use: NodeUse,
     *,
-    most: Amounts,
     obstacle: Callable[[tuple[str, ...], Resource], str | None],
     unsaved: LogPace,
 ) -> bool:
     """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
-    containers use. `most`: how much a pod may have above its requests. `obstacle` returns why these mechanisms can't change a container's
-    limit of a resource; None: they can. `unsaved`: how often it is logged that a decision can't be saved."""
+    containers use. `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how
+    often it is logged that a decision can't be saved."""
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
@@ -52,7 +51,7 @@ async def decide_resizes(
         used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
         most_bytes=bursts.most_bytes,
         memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
-        most=most,
+        most=Amounts(bursts.rule.max_growth_cores, bursts.rule.max_growth_memory_mebibytes),
         obstacle=obstacle,
         away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
     )
