@@ -50,8 +50,6 @@ from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
-_Amounts = dict[str, Any] | None
-
 
 class CpuPod(msgspec.Struct, frozen=True):
     """A pod without GPU requests on its node. `cpu_milli` is in thousandths."""
@@ -61,34 +59,35 @@ class CpuPod(msgspec.Struct, frozen=True):
     cpu_milli: int
 
 
-class _Resources(msgspec.Struct):
-    requests: _Amounts = None
-    limits: _Amounts = None
+class _Resources(msgspec.Struct, frozen=True):
+    requests: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        return {**self.limits, **self.requests}
 
 
-_NONE: Final = _Resources()
-
-
-class _Container(msgspec.Struct, rename="camel"):
+class _Container(msgspec.Struct, frozen=True, rename="camel"):
     name: str = ""
-    resources: _Resources | None = None
+    resources: _Resources = _Resources()
     restart_policy: str | None = None
 
     def wants_any(self, names: Iterable[str]) -> bool:
-        wanted = _wanted(self.resources)
+        wanted = self.resources.wanted
         return any(str(wanted.get(name, "0")) != "0" for name in names)
 
 
 class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     node_name: str | None = None
-    containers: list[_Container] | None = None
-    init_containers: list[_Container] | None = None
-    resources: _Resources | None = None
-    overhead: _Amounts = None
+    containers: list[_Container] = []
+    init_containers: list[_Container] = []
+    resources: _Resources = _Resources()
+    overhead: dict[str, Any] = {}
 
     @property
     def all_containers(self) -> list[_Container]:
-        return [*(self.init_containers or ()), *(self.containers or ())]
+        return [*self.init_containers, *self.containers]
 
     def wants_any(self, names: Iterable[str]) -> bool:
         """Whether a container requests one of these resources."""
@@ -98,20 +97,20 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
     def resources_named(self) -> set[str]:
         """The names of all resources that the pod or a container requests."""
         holders = [self.resources, *(each.resources for each in self.all_containers)]
-        return {name for each in holders for name in _wanted(each)} | (self.overhead or {}).keys()
+        return {name for each in holders for name in each.wanted} | self.overhead.keys()
 
     def milli(self, resource: str) -> int:
         """What kube-scheduler counts, in thousandths: the sum of app containers and sidecars, or what is needed while an init container
         runs, if that is more. A request of the pod itself replaces this amount. The pod's overhead is added. The API server sets missing
         requests to the limits."""
         most = sidecars = 0
-        for each in self.init_containers or ():
-            own = _milli(_wanted(each.resources), resource)
+        for each in self.init_containers:
+            own = _milli(each.resources.wanted, resource)
             most = max(most, sidecars + own)
             sidecars += own if each.restart_policy == "Always" else 0
-        total = max(most, sidecars + sum(_milli(_wanted(each.resources), resource) for each in self.containers or ()))
-        whole = self.resources or _NONE
-        return (_milli(whole.requests, resource) or total or _milli(whole.limits, resource)) + _milli(self.overhead, resource)
+        total = max(most, sidecars + sum(_milli(each.resources.wanted, resource) for each in self.containers))
+        own = _milli(self.resources.requests, resource) or total or _milli(self.resources.limits, resource)
+        return own + _milli(self.overhead, resource)
 
 
 class _Metadata(msgspec.Struct):
@@ -134,16 +133,9 @@ def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) ->
     return CpuPod(pod.metadata.uid, node, pod.spec.milli("cpu")) if node else None
 
 
-def _wanted(resources: _Resources | None) -> dict[str, Any]:
-    found = resources or _NONE
-    return {**(found.limits or {}), **(found.requests or {})}
-
-
-def _milli(amounts: _Amounts, resource: str) -> int:
-    if not amounts or resource not in amounts:
-        return 0
+def _milli(amounts: Mapping[str, Any], resource: str) -> int:
     try:
-        return _cached_milli(str(amounts[resource]))
+        return _cached_milli(str(amounts.get(resource, 0)))
     except ValueError as error:
         raise ValueError(f"{resource}: {error}") from error
 
