@@ -44,7 +44,7 @@ from gpumgr.cluster.core.profiles import (
 )
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, Policy
 from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.requests import UNCONSTRAINED, Constraints, Scaling
+from gpumgr.placement.requests import UNCONSTRAINED, Constraints
 
 _numbers: Final = count()
 #: A pod is compared on this many fitting profiles: _MOST_CHOICES divided by the number of its containers, at least _FEWEST_PROFILES. If
@@ -115,10 +115,8 @@ class Shape:
         #: Whether the pod may use only some of the GPUs with room for it.
         of_each = constraints != UNCONSTRAINED and (constraints.of_single_gpus or constraints.unused)
         self._restricted = of_each or bool(request.denied)
-        #: `_allowed`: (UUID, type, has MIG devices) -> whether the pod may use the GPU. `_wanted`: (MiB, scaling) -> what a share takes of
-        #: the GPU.
+        #: (UUID, type, has MIG devices) -> whether the pod may use the GPU.
         self._allowed: dict[tuple[str, GpuType, bool], bool] = {}
-        self._wanted: dict[tuple[int, Scaling | None], Amounts] = {}
         #: By id() of a profile's state, which equal nodes share.
         self._states: dict[int, _OnState] = {}
 
@@ -143,7 +141,7 @@ class Shape:
         place = self._profiles.places[name]
         gpus = zip(place.kind.gpus, place.profile.used, strict=True)
         position = next(position for position, (gpu, used) in enumerate(gpus) if used == room.used and gpu == room.gpu)
-        amounts = self._amounts(room, self._share)
+        amounts = self._share.on(room.gpu.memory_mebibytes, room.gpu.scaling)
         return NodeChoice(shares=(((position, amounts),),), taken={position: amounts})
 
     def rank_on(self, name: str, choice: NodeChoice) -> Rank:
@@ -272,7 +270,7 @@ class Shape:
 
     def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
         """`left`: nodes where no GPU is found yet. Rooms are tried in the order in which a node's agent prefers them."""
-        rooms, least_cores = self._profiles.rooms_of(left), 1 if share.replica is not None else share.cores
+        rooms, least_cores = self._profiles.rooms, 1 if share.replica is not None else share.cores
         start = bisect_left(rooms, (least_cores, 0), key=_key)
         ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
         for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
@@ -293,7 +291,7 @@ class Shape:
             left &= ~seen
 
     def _in_room(self, room: Room, share: ContainerRequest, left: int, best: _Best) -> None:
-        wanted = self._amounts(room, share)
+        wanted = share.on(room.gpu.memory_mebibytes, room.gpu.scaling)
         cores, memory = room.cores_free - wanted.cores, room.memory_free - wanted.memory_mebibytes
         usable = room.usable - usable_cores(room.gpu, cores, memory)
         taken = FreeCores(wanted.cores, usable, _tight_cores(wanted.cores, cores, entirely_free=room.used == NOTHING))
@@ -336,7 +334,7 @@ class Shape:
             return False
         if share.replica is None:
             return room.cores_free >= share.cores and room.blocks_free >= share.memory_blocks
-        wanted = self._amounts(room, share)
+        wanted = share.on(room.gpu.memory_mebibytes, room.gpu.scaling)
         return (wanted.memory_mebibytes > 0 or wanted.whole) and room.gpu.has_room(room.used, wanted)
 
     def _is_allowed(self, gpu: GpuState) -> bool:
@@ -347,12 +345,6 @@ class Shape:
             allowed = self.request.constraints.allows(gpu.uuid, gpu.model, mig=bool(gpu.mig))
             self._allowed[key] = allowed and gpu.type not in self.request.denied
         return self._allowed[key]
-
-    def _amounts(self, room: Room, share: ContainerRequest) -> Amounts:
-        key = room.gpu.memory_mebibytes, room.gpu.scaling
-        if key not in self._wanted:
-            self._wanted[key] = share.on(*key)
-        return self._wanted[key]
 
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
@@ -380,7 +372,7 @@ class Shape:
         """`misfits` for a share."""
         allowed = nearest = 0
         least = float("inf")
-        for room in self._profiles.rooms_of(nodes):
+        for room in self._profiles.rooms:
             if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
                 if room.offered and share.replica is None:  # with replicas each node lacks the same, one GPU
