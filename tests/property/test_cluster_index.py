@@ -187,7 +187,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def drop_what_is_assumed(self) -> None:
-        for uid in filter(self.index.is_assumed, self.pending):
+        for uid in self.index.assumed & self.pending.keys():
             self.index.remove(uid)
 
     @invariant()

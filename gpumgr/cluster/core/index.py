@@ -67,7 +67,8 @@ class ClusterIndex:
         self._cpu_pods: dict[str, tuple[str, int]] = {}
         #: UUID of a GPU -> names of nodes. More than one if a GPU was moved, or an inventory was copied.
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
-        self._assumed: set[str] = set()
+        #: UIDs of the pods with an assumed placement.
+        self.assumed: set[str] = set()
         self._profiles = Profiles(max(1, cpu_per_gpu_milli // CORES_PER_GPU))
         self._node_sets: dict[Hashable, int] = {}
         #: For Question: what was asked -> the state in which it was rejected, and the rejection.
@@ -107,17 +108,17 @@ class ClusterIndex:
     def bind(self, pod: PlacedPod) -> None:
         """Records a pod that the API server shows on its node; this replaces what was assumed."""
         self.assume(pod)
-        self._assumed.discard(pod.uid)
+        self.assumed.discard(pod.uid)
 
     def assume(self, pod: PlacedPod) -> None:
         """Records a pod that is expected on its node."""
         if self.placement(pod.uid) != pod:
             self._put(pod)
-        self._assumed.add(pod.uid)
+        self.assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
         """Removes a pod that has ended, or a failed assumption. A pod that is not in the index is no error."""
-        self._assumed.discard(uid)
+        self.assumed.discard(uid)
         name = self._node_of.pop(uid, None)
         if name is None:
             return
@@ -172,9 +173,6 @@ class ClusterIndex:
         """Where the pod is bound or assumed."""
         name = self._node_of.get(uid)
         return self._nodes[name].pods[uid] if name is not None else None
-
-    def is_assumed(self, uid: str) -> bool:
-        return uid in self._assumed
 
     def node(self, name: str) -> NodeState | None:
         found = self._nodes.get(name)
@@ -236,10 +234,6 @@ class ClusterIndex:
     def placed_pods(self) -> int:
         """Bound and assumed pods."""
         return len(self._node_of)
-
-    @property
-    def assumed_pods(self) -> int:
-        return len(self._assumed)
 
     def fits(self, pod: PlacedPod) -> bool:
         """Whether the GPUs of a placement are known, are offered, and have room for it."""

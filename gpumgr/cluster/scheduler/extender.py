@@ -137,7 +137,7 @@ class Extender:
         if self._preemption.kept:
             self._preemption.refresh()
         placed = self._index.placement(pod.uid)
-        if placed is not None and not self._index.is_assumed(pod.uid):
+        if placed is not None and pod.uid not in self._index.assumed:
             return FilterResult(error="the pod is bound already")
         if self._may_be_bound(pod.uid):
             # It may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs.
@@ -234,7 +234,7 @@ class Extender:
 
         The GPUs of a bound pod stay assumed until the watch shows the pod. A pod that is not bound, has ended or is deleted loses them.
         """
-        self._assumed = {uid: each for uid, each in self._assumed.items() if self._index.is_assumed(uid)}
+        self._assumed = {uid: each for uid, each in self._assumed.items() if uid in self._index.assumed}
         due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
@@ -275,7 +275,7 @@ class Extender:
                 self._forget(pod.uid)
             raise
         finally:  # unless the binding has certainly failed, the GPUs stay assumed until the watch shows the pod on its node
-            if self._index.is_assumed(pod.uid):
+            if pod.uid in self._index.assumed:
                 self._assume(pod, placed, sent=sent)
                 if read_now:
                     self._assumed[pod.uid].due = self._clock()
@@ -296,7 +296,7 @@ class Extender:
             if error.uncertain:
                 return
         placed = self._index.placement(uid)
-        if placed is None or not self._index.is_assumed(uid) or self._assumed.get(uid) is not assumed:
+        if placed is None or uid not in self._index.assumed or self._assumed.get(uid) is not assumed:
             return  # a verb or the watch has changed it in the meantime
         if found is not None and found.node is not None:
             self._assume(found, found.placed or placed, sent=True)
@@ -306,7 +306,7 @@ class Extender:
 
     def _forget(self, uid: str) -> None:
         self._assumed.pop(uid, None)
-        if self._index.is_assumed(uid):
+        if uid in self._index.assumed:
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
@@ -317,7 +317,7 @@ class Extender:
         """
         self._preemption.refresh()
         placed = self._index.placement(pod.uid)
-        if placed is not None and not self._index.is_assumed(pod.uid):
+        if placed is not None and pod.uid not in self._index.assumed:
             raise BindingError(f"the pod is bound to node {placed.node} already")
         sent = self._may_be_bound(pod.uid)
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):

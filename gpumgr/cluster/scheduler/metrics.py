@@ -132,7 +132,7 @@ class SchedulerMetrics:
             **process_values(_PROCESS, self._watches, leads=self._leader()),
             _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
-            _ASSUMED: {(): self._index.assumed_pods},
+            _ASSUMED: {(): len(self._index.assumed)},
             _WAITING: {(kind or "unexamined",): waiting[kind] for kind in (*KINDS, None)},
             _GPUS: _by_model(totals, "gpus", GPU_PARTS, 1),
             _CORES: _by_model(totals, "cores", PARTS, 0.01),

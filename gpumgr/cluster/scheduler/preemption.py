@@ -83,7 +83,7 @@ class Preemption:
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self.kept.items()):
             pod = nominated.get(uid)
-            if not self._index.is_assumed(uid):
+            if uid not in self._index.assumed:
                 del self.kept[uid]
             elif kept.until <= now:
                 self.release(uid)
@@ -124,7 +124,7 @@ class Preemption:
                 self.restore(uid)
 
     def _lower(self, priority: int) -> list[str]:
-        return [uid for uid, kept in self.kept.items() if kept.pod.priority < priority and self._index.is_assumed(uid)]
+        return [uid for uid, kept in self.kept.items() if kept.pod.priority < priority and uid in self._index.assumed]
 
     def _keep(self, pod: PlacedPod, until: float, *, nominated: bool = False) -> None:
         self.kept[pod.uid] = _Kept(pod, until, nominated)
@@ -147,7 +147,7 @@ class Preemption:
             if eviction is not None and eviction.victims:
                 # Violations of PodDisruptionBudgets are known only for the victims that kube-scheduler proposes.
                 found.append((violations, eviction.cost, len(eviction.victims - uids), name, eviction, there))
-        bound = self._index.placement(pod.uid) is not None and not self._index.is_assumed(pod.uid)
+        bound = self._index.placement(pod.uid) is not None and pod.uid not in self._index.assumed
         for violations, _, _, name, eviction, there in sorted(found, key=lambda each: each[:-2]):
             if not bound and self._node_view(name) == there:
                 until = self._clock() + self._settings.assume_seconds
@@ -183,7 +183,7 @@ class Preemption:
             return lambda: None
         pods = {uid: each for uid, each in self._index.pods_on(name).items() if uid != pod.uid}
         policy, quotas = pod.policy or self._settings.policy, self._quotas.without(pod.namespace, pod.uid)
-        unbound = frozenset(uid for uid in pods if self._index.is_assumed(uid))
+        unbound = frozenset(uid for uid in pods if uid in self._index.assumed)
         ending = frozenset(self._watches.ending & pods.keys())
         find = partial(find_eviction, node, pods, unbound=unbound, ending=ending, proposed=proposed)
         holdings = {uid: self._quotas.held(uid) for uid in pods}

@@ -128,7 +128,7 @@ class Stage:
             return None
         assert await self.bind(item, found[0]) == ""
         uid = item["metadata"]["uid"]
-        await until(lambda: self.index.placement(uid) is not None and not self.index.is_assumed(uid))
+        await until(lambda: self.index.placement(uid) is not None and uid not in self.index.assumed)
         return str(found[0])
 
     def cores(self, name: str) -> list[int]:

@@ -98,7 +98,7 @@ async def test_a_binding_that_happened_despite_an_error_holds_its_gpus(stage: St
     await stage.filter(item)
     stage.sim.lose_bindings, stage.sim.bind_hook = lost, None if lost else answering(500, bound=True)
     assert "the API server" in await stage.bind(item, "a")
-    await until(lambda: not stage.index.is_assumed("uid-one"))
+    await until(lambda: "uid-one" not in stage.index.assumed)
     assert stage.cores("a") == [100, 100]
     assert "is bound to node a already" in await stage.bind(item, "a")
 

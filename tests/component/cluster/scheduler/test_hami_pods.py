@@ -252,7 +252,7 @@ async def test_a_node_counts_with_its_own_replicas_and_factors(hami: Stage) -> N
     assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
     assert json.loads(annotations(hami, "one")["gpumgr.io/placement"])["containers"] == {"c0": [["GPU-a-0", 34, 10000, 0, 0]]}
     assert annotations(hami, "one")["hami.io/vgpu-devices-allocated"] == "GPU-a-0,NVIDIA,20000,50:;"
-    await until(lambda: not hami.index.is_assumed("uid-one"))
+    await until(lambda: "uid-one" not in hami.index.assumed)
     assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
     assert await hami.schedule(hami_pod("two", wanted), ["a"]) == "a"
     assert await hami.schedule(hami_pod("three", {"gpu": 1, "gpumem": 100}), ["a"]) is None

@@ -70,7 +70,7 @@ async def test_no_gpu_is_given_twice_while_the_watch_of_pods_does_not_show_the_b
             stage.clock.now += 61
             await stage.extender.look_up_assumed()
             assert (await stage.filter(await stage.create(pod("late", WHOLE))))["NodeNames"] == []
-            assert stage.index.assumed_pods == 6
+            assert len(stage.index.assumed) == 6
         await sim.stop()
         stage.clock.now += 3600
         await stage.extender.look_up_assumed()
@@ -81,7 +81,7 @@ async def test_no_gpu_is_given_twice_while_the_watch_of_pods_does_not_show_the_b
         sim.put_document({**ended, "status": {"phase": "Succeeded"}})
         stage.clock.now += 61
         await stage.extender.look_up_assumed()
-        assert stage.index.assumed_pods == 4
+        assert len(stage.index.assumed) == 4
         assert len((await stage.filter(pod("late", WHOLE)))["NodeNames"]) == 1
         assert len((await stage.filter(pod("later", WHOLE)))["NodeNames"]) == 1
         assert (await stage.filter(pod("last", WHOLE)))["NodeNames"] == []
@@ -110,7 +110,7 @@ async def test_many_assumed_pods_are_looked_up_a_few_at_a_time(sim: ClusterApiSe
         stage.clock.now += 60
         for left in (30, 10, 0, 0):
             await stage.extender.look_up_assumed()
-            assert stage.index.assumed_pods == left
+            assert len(stage.index.assumed) == left
         assert sim.requests.count("read") == 50
 
 
@@ -132,7 +132,7 @@ async def test_pods_that_cannot_be_read_do_not_keep_others_from_their_look_up(
         for _ in range(3):
             stage.clock.now += 60
             await stage.extender.look_up_assumed()
-        assert (len(paths), stage.index.assumed_pods) == (50, 50)
+        assert (len(paths), len(stage.index.assumed)) == (50, 50)
 
 
 async def test_what_changed_during_a_look_up_stays(sim: ClusterApiServer, tmp_path: Path) -> None:
@@ -224,5 +224,5 @@ async def test_a_binding_is_not_sent_if_the_lease_ended_while_it_waited_for_a_co
     stage.extender._leadership = cast("Leadership", EndingLease())
     assert (await stage.bind(item, name)).startswith("the Lease of this replica may end before the binding does")
     assert stage.sim._pods.items["uid-one"]["spec"].get("nodeName") is None
-    assert stage.index.assumed_pods == 0
+    assert len(stage.index.assumed) == 0
     assert await stage.bind(item, name) == ""
