@@ -15,7 +15,7 @@ from gpumgr.cluster.claims.objects import GATE, Key, UnboundPod
 from gpumgr.cluster.claims.shapes import PREFIX, Shape, parse, template
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
-from gpumgr.common.aio import wait_at_most
+from gpumgr.common.aio import LogPace, wait_at_most
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer, Body, Method, PatchKind, failure_text
 from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
 from gpumgr.settings.schema import ClaimsSettings
@@ -69,7 +69,7 @@ class ClaimsController:
         self._swept_at = clock()
         #: Template -> the last sweep at which it was in use, or new.
         self._used_at: dict[Key, float] = {}
-        self._logged = ""
+        self._failures = LogPace(clock)
 
     @property
     def leads(self) -> bool:
@@ -208,9 +208,8 @@ class ClaimsController:
         patch: PatchKind = "merge",
     ) -> bool | None:
         """Returns True after a write. False: the API server refused it with a status in `but`, because another client changed the object
-        first. None: the write failed (logged unless the last failure had the same text), or was not sent, because this process does not
-        lead or the object's pause has not ended. `key` identifies the object. Its pause begins with each request, and doubles with each
-        refusal or failure."""
+        first. None: the write failed (logged at most once a minute), or was not sent, because this process does not lead or the object's
+        pause has not ended. `key` identifies the object. Its pause begins with each request, and doubles with each refusal or failure."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None
@@ -222,12 +221,10 @@ class ClaimsController:
             self.writes[about, "error"] += 1
             slept = max(slept, error.retry_after_seconds if isinstance(error, AnswerError) else 0.0)
             self._paused[about, key] = self._clock() + slept, longer
-            if (text := failure_text(error)) != self._logged:
-                self._logged = text
-                _log.warning("claims_write_failed", path=path, error=text, again_after_seconds=round(slept, 1))
+            if self._failures.due():
+                _log.warning("claims_write_failed", path=path, error=failure_text(error), again_after_seconds=round(slept, 1))
             return None
         self.writes[about, "ok"] += 1
-        self._logged = ""
         # The watch may show the change later, so there is a pause after a success, too.
         self._paused[about, key] = self._clock() + slept, _PAUSES_SECONDS[0] if done else longer
         return done

@@ -63,6 +63,22 @@ async def test_a_failed_write_is_logged_with_its_next_try(stage: Stage) -> None:
     assert (line["path"].rpartition("/")[2], line["again_after_seconds"]) == ("resourceclaimtemplates", 0.5)
 
 
+async def test_failures_of_many_objects_are_one_line_a_minute(looks: Looks, stage: Stage) -> None:
+    """Their texts name the objects, so they differ."""
+    with capture_logs() as logs:
+        stage.dra.refused = [403, 500] * 500
+        for number in range(1, 21):
+            stage.sim.put_document(pod(f"p{number}", f"vcuda-c0-{number}-1"))
+        await until(lambda: len(set(stage.dra.posted)) == 20)
+        await looks()
+        assert [each["event"] for each in logs].count("claims_write_failed") == 1
+        stage.clock.now += 61
+        posted = len(stage.dra.posted)
+        await until(lambda: len(stage.dra.posted) >= posted + 20)
+        await looks()
+    assert [each["event"] for each in logs].count("claims_write_failed") == 2
+
+
 async def test_retry_after_is_kept_to(looks: Looks, stage: Stage) -> None:
     stage.dra.refused, stage.dra.headers = [429] * 1000, {"Retry-After": "30"}
     stage.sim.put_document(pod("one", NAME))
