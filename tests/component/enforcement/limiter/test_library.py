@@ -88,6 +88,31 @@ def test_it_exports_dlsym_and_the_hooked_functions_only(target: Target) -> None:
     assert set(defined) == hooked | {"dlsym"}
 
 
+#: A program that needs only glibc's oldest symbols, since it has no start-up code of today's glibc. It says whether the library is there.
+_OLD_PROGRAM = """
+int cuLaunchKernel(void) __attribute__((weak)), printf(const char *, ...), fflush(void *);
+void exit(int);
+void _start(void) {
+    __asm__ volatile("andq $-16, %rsp");
+    printf("%d", cuLaunchKernel != 0), fflush(0), exit(0);
+}
+"""
+
+
+@pytest.mark.skipif("GPUMGR_GLIBC_217" not in os.environ, reason="GPUMGR_GLIBC_217 names no folder with the files of glibc 2.17")
+def test_glibc_2_17_loads_it_with_all_its_symbols(tmp_path: Path) -> None:
+    """The folder is CentOS 7's lib64: libc, libdl, libpthread and the loader for x86-64, which no package of newer systems has."""
+    folder = Path(os.environ["GPUMGR_GLIBC_217"])
+    (tmp_path / "old.c").write_text(_OLD_PROGRAM)
+    options = ["-fPIE", "-pie", "-fno-stack-protector", "-nostartfiles", "-Wl,-z,dynamic-undefined-weak"]
+    subprocess.run(["cc", *options, tmp_path / "old.c", "-o", tmp_path / "old"], check=True)
+    start = [str(folder / "ld-linux-x86-64.so.2"), "--library-path", str(folder), str(tmp_path / "old")]
+    for preload, expected in (("", "0"), (str(library_path(LIBRARY)), "1")):
+        environment = {"LD_BIND_NOW": "1", "LD_PRELOAD": preload}
+        done = subprocess.run(start, env=environment, check=True, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (expected, "")
+
+
 #: A pod could set a variable that leads to other pages; a handler of signals would replace the one of the program.
 _FORBIDDEN = re.compile("(secure_)?getenv|environ|signal|sigaction|.*exit_group|abort|_exit|exit|dlopen.+")
 
