@@ -63,6 +63,8 @@ class Profile:
     """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile
     of the same nodes with each GPU in use counted as full; it may be this profile itself."""
 
+    __slots__ = ("choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
+
     def __init__(self, state: NodeState, used: Used, idle: "Profile | None" = None, rooms: tuple["Room", ...] = ()) -> None:
         self.state, self.used, self.rooms = state, used, rooms
         self.idle = idle or self
@@ -82,6 +84,8 @@ class Profile:
 class Room:
     """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders them as a share prefers them: by free cores, then by
     free memory."""
+
+    __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
     def __init__(self, gpu: GpuState, used: Amounts) -> None:
         self.gpu, self.used, self.nodes = gpu, used, 0
