@@ -59,6 +59,8 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 class Pages:
     def __init__(self, sources: ReadModel, page: IndexPage, *, heartbeat_seconds: float) -> None:
         self._sources, self._page, self._heartbeat_seconds = sources, page, heartbeat_seconds
+        #: The newest state, and its event: encoded once for all streams.
+        self._encoded = (b"", b"")
 
     async def index(self, request: web.Request) -> web.Response:
         return self._page.response(request)
@@ -136,11 +138,14 @@ class Pages:
         """The next state, or a comment if there is none for a while; None: the stream ends."""
         try:
             async with asyncio.timeout(self._heartbeat_seconds):
-                return b"event: state\ndata: " + await anext(states) + b"\n\n"
+                state = await anext(states)
         except TimeoutError:
             return _HEARTBEAT
         except StopAsyncIteration:
             return None
+        if self._encoded[0] is not state:
+            self._encoded = state, b"event: state\ndata: " + state + b"\n\n"
+        return self._encoded[1]
 
     async def end_streams(self, _app: web.Application) -> None:
         """Ends every stream with a complete response; for `on_shutdown` of the application."""
