@@ -1,6 +1,6 @@
 """Pods that wait for a claim are changed, so that the kubelet tries them again; others are left alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -25,6 +25,7 @@ class Server:
     def __init__(self, claims: Mapping[str, Mapping[str, Any] | Exception | None]) -> None:
         self.claims, self.patched, self.annotations = claims, list[str](), list[str]()
         self.away = False
+        self.on_patch: Callable[[], object] = lambda: None
 
     async def find(self, path: str) -> Mapping[str, Any] | None:
         if self.away:
@@ -38,6 +39,7 @@ class Server:
         assert but == (404, 409)
         if self.away:
             raise TimeoutError
+        self.on_patch()
         self.patched.append(path.rpartition("/")[2])
         self.annotations.append(body["metadata"]["annotations"][RETRY_ANNOTATION])
         return True
@@ -92,6 +94,16 @@ async def test_a_registration_makes_every_pod_due() -> None:
     await scene.at(0.0)
     scene.waiting.retry_now()
     assert await scene.at(0.1) == ["a"]
+
+
+async def test_a_registration_during_a_retry_makes_the_pod_due_again() -> None:
+    """The kubelet may have tried the pod between its change and the registration."""
+    scene = Scene(pod("a", "a"), claims={"a": OURS})
+    await scene.at(0.0)
+    scene.server.on_patch = scene.waiting.retry_now
+    assert await scene.at(2.0) == ["a"]
+    scene.server.on_patch = lambda: None
+    assert await scene.at(2.1) == ["a"]
 
 
 async def test_pods_of_other_drivers_and_pods_that_run_are_left_alone() -> None:
