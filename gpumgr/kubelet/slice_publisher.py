@@ -8,14 +8,16 @@ Invariants:
    another client) that the watch has missed is noticed at the next step: after a new list, a change or a probe.
 3. Two writes are at least `change_seconds` apart. The last state is always written.
 4. A slice is written again only if it differs from the last one sent, or if another client has changed it since: then its version is not
-   that of the last write. The first write of a process replaces the slice; the API server changes nothing if it is the same.
+   that of the last write. The first write of a process replaces the slice; the API server changes nothing but the date of taints if it is
+   the same.
 5. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
 
 import asyncio
 import time
-from typing import Final, NoReturn
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
 import msgspec
 import structlog
@@ -158,18 +160,17 @@ class SlicePublisher:
             if not self._probed or self._loss is not None:
                 await self._probe()
             found = await self._server.find(f"{SLICES}/{self._name}")
-            stored = slices.stored_slice(found) if found is not None else None
-            if stored is None or not self._node_uid:
+            if found is None or not self._node_uid:
                 node = await self._server.read("GET", f"/api/v1/nodes/{self._node}")
                 self._node_uid = str(node["metadata"]["uid"])
             if not self._may_write:  # changed in the meantime
                 return None
             wanted = slices.offered(devices, self._loss)
             sent = slices.resource_slice(self._node, self._node_uid, wanted)
-            if stored is None or (sent, stored.version) != self._last:
+            if found is None or (sent, slices.stored_slice(found).version) != self._last:
                 if (pause := self._written_at + self._times.change_seconds - self._clock()) > 0:
                     return pause
-                await self._write(sent, stored)
+                await self._write(sent, found)
                 if slices.offered(devices, self._loss) != wanted:  # the API server dropped something this time
                     self._written_at = _NEVER
                     return 0.0
@@ -178,21 +179,22 @@ class SlicePublisher:
             self.state = PublisherState(published=True, devices=len(wanted), dropped=reason)
         return self._times.probe_seconds if self._loss is not None else None
 
-    async def _write(self, sent: Json, stored: StoredSlice | None) -> None:
+    async def _write(self, sent: Json, found: Mapping[str, Any] | None) -> None:
         """Creates or replaces the slice. If another client has changed the slice since it was read, the API server answers 404 or 409, and
         the next step reads it again."""
         self._written_at = self._clock()
-        if stored is None:
+        if found is None:
             answer = await self._server.read("POST", SLICES, sent)
         else:
-            # The generation stays, since the pool has one slice, which is replaced as a whole.
-            metadata = {**sent["metadata"], "resourceVersion": stored.version}
-            spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": stored.generation}}
+            # Labels of others stay: a controller that sets them again would cause a write each time. The generation stays, since the pool
+            # has one slice, which is replaced as a whole.
+            metadata = {**found["metadata"], **sent["metadata"]}
+            spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": found["spec"]["pool"]["generation"]}}
             answer = await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})
         self._last = (sent, slices.stored_slice(answer).version)
         self._examine(slices.dropped(sent, answer) or self._loss)
         devices = len(sent["spec"]["devices"])
-        _log.info("slice_published", slice=self._name, devices=devices, created=stored is None)
+        _log.info("slice_published", slice=self._name, devices=devices, created=found is None)
 
     async def _probe(self) -> None:
         sent = slices.probe_slice(self._node)

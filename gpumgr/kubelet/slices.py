@@ -141,13 +141,11 @@ class StoredSlice(msgspec.Struct, frozen=True, kw_only=True):
 
     uid: str
     version: str
-    generation: int
 
 
 def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
-    """Raises ValueError, KeyError, TypeError or AttributeError for an object that is no ResourceSlice."""
-    metadata, generation = item["metadata"], int(item["spec"]["pool"]["generation"])
-    return StoredSlice(uid=str(metadata["uid"]), version=str(metadata["resourceVersion"]), generation=generation)
+    """Raises KeyError or TypeError for an object that is no ResourceSlice."""
+    return StoredSlice(uid=str(item["metadata"]["uid"]), version=str(item["metadata"]["resourceVersion"]))
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):

@@ -170,6 +170,15 @@ async def test_what_others_change_is_changed_back(published: Stage) -> None:
     assert published.methods == ["POST", "PUT"]
 
 
+async def test_labels_of_others_stay(published: Stage) -> None:
+    """A controller that sets a label again would be answered with a write each time, without end."""
+    published.resources.put({**published.slice, "metadata": {**published.slice["metadata"], "labels": {"team": "ml"}}})
+    await until(lambda: published.methods == ["POST", "PUT"])
+    published.publisher.offer(DEVICES[:1])
+    await published.settled(*DEVICES[:1])
+    assert published.slice["metadata"]["labels"] == {"team": "ml"}
+
+
 async def test_a_slice_that_changes_during_a_write_is_read_again(published: Stage) -> None:
     published.resources.answers += [failure(409, "Conflict", "modified"), failure(404, "NotFound", "gone")]
     published.publisher.offer(DEVICES[:1])
