@@ -205,7 +205,7 @@ class Bursts:
                     await self.measured()
         except TimeoutError:
             why = [found for gpu in gpus if (found := self._not_lowered(self._reach(allocation, gpu)))]
-            if not why or why[0][1] != NOT_LISTED or any(self._missing_bytes(allocation, gpu) for gpu in gpus):
+            if not why or why[0][1] != NOT_LISTED or any(self._missing_bytes(allocation, gpu, free_only=True) for gpu in gpus):
                 raise Refusal(
                     "internal",
                     f"the memory limits of other containers on GPU {', '.join(gpus)} were not lowered within {_ROOM_SECONDS:g} s"
@@ -255,12 +255,12 @@ class Bursts:
         reach_bytes = sum(self._reach(allocation, gpu).values())
         return bool(reach_bytes and self._missing_bytes(allocation, gpu, reach_bytes))
 
-    def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0) -> int:
+    def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0, *, free_only: bool = False) -> int:
         """How many bytes the GPU lacks for the starting container, in addition to what it uses, if other containers take `reach_bytes`
-        more."""
+        more. `free_only`: what they have not used yet does not count, since it is not known what they use."""
         known = self._memories.get((allocation.id, gpu))
         need_bytes = max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
-        return self._memory(gpu, but=allocation).missing_bytes(need_bytes, need_bytes, reach_bytes)
+        return self._memory(gpu, but=allocation).missing_bytes(need_bytes, 0 if free_only else need_bytes, reach_bytes)
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
         """Says which of these GPUs has an unknown amount of free memory; None if all are known."""

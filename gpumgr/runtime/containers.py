@@ -1,7 +1,7 @@
 """Finds the node's containers, and the containers of processes, in a cache that polls the runtime.
 
 A process belongs to the container that has the process's cgroup, or a cgroup above it, according to the runtime. If the runtime does not
-list such a container (yet), the names in the cgroup's path count.
+list such a container (yet), the container id in the cgroup's path counts.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ Location = tuple[int | None, str]
 
 
 class Containers:
-    """Call `tick` once a second or more often. If the runtime is unavailable, no method raises an error about it: `unavailable` has the
-    reason, and the cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by the
-    same clock."""
+    """Call `tick` once a second or more often. If the runtime is unavailable, only `container_of` raises an error about it; `unavailable`
+    has the reason, and the cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by
+    the same clock."""
 
     def __init__(
         self,

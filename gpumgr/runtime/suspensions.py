@@ -221,8 +221,8 @@ class Suspensions:
         async def sampled() -> None:
             with self._parts.sampling_soon():  # the sample period may be an hour
                 await operation
+            self._reported.pop(name, None)
 
-        self._reported.pop(name, None)
         self._tasks[name] = asyncio.create_task(sampled())
 
     async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:

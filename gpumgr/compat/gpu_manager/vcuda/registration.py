@@ -37,8 +37,7 @@ ROUTE: Final = "/vcuda.VCUDAService/RegisterVDevice"
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: The container of a process (host pid); None if it is in no container. The container has no name while the runtime is not available.
-#: Raises GpumgrError if it can't be determined.
+#: The container of a process (host pid); None if it is in no container. Raises GpumgrError if it can't be determined.
 ContainerOf = Callable[[int], Awaitable[Container | None]]
 #: Whether a process (host pid) has an allocation's folder mounted; called on a thread.
 HasMounted = Callable[[int, AllocationId], bool]

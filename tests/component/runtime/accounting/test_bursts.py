@@ -356,6 +356,8 @@ async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force
     with monkeypatch.context() as patch:
         patch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
         await node.memory_watcher.bursts.make_room(T)
+        # The rest of the GPU: the container that is not listed uses all that it was granted.
+        await node.memory_watcher.bursts.make_room(share("t", TRAIN, 0b11111100))
         await node.sampled(uses(a=1536))
         with pytest.raises(
             Refusal, match=r"team/web .main.: the container runtime has not listed it yet; the kubelet tries again"

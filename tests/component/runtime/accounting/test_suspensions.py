@@ -461,6 +461,7 @@ async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another_and_ends
     else:
         await sampled(node, uses(a=0, t=1024), after_seconds=20.0)
     assert (node.agent_state.suspensions, node.backends.held) == ({}, set())
+    assert not node.memory_watcher.suspensions._reported
 
 
 async def test_a_reason_is_saved_once_a_minute_and_an_event_only_in_other_words() -> None:
