@@ -218,7 +218,7 @@ GM_WRAPPER(cuMemUnmap, (CUdeviceptr at, size_t n)) {
     return r;
 }
 /* CUarrayMapInfo: parts of sparse arrays. Operations: 1 maps memory, 2 unmaps it. */
-struct array_map { int type; void *array; int part_type; uint64_t part[4]; int operation, handle_type; CUdeviceptr handle; uint64_t rest[4]; };
+struct array_map { int type; void *array; int part_type; uint64_t part[4]; int operation, handle_type; CUdeviceptr handle; uint64_t rest[3]; };
 static CUresult arrays_mapped(CUresult r, const struct array_map *list, uint n) {
     for (const struct array_map *m = list; r == CUDA_SUCCESS && m < list + n; m++) {
         uint64_t key = (uint64_t)m->array;

@@ -95,14 +95,16 @@ static void shared(void) {
 }
 /* Memory behind a part of a sparse array is in use until it is unmapped, also without its handle. */
 static void sparse(void) {
-    struct { int type; P array; int part_type; P part[4]; int operation, handle_type; P handle, rest[4]; } m = {.part = {1}, .operation = 1};
-    P other;
-    SAY("sparse array", cuArray3DCreate_v2(&m.array, &(struct array3){64, 64, 0, 32, 1, 0x40}));
-    SAY("created", cuMemCreate(&m.handle, STEP, &(struct property){.type = 1, .location = 1}, 0), cuMemCreate(&other, STEP, &(struct property){.type = 1, .location = 1}, 0));
-    SAY("mapped", cuMemMapArrayAsync(&m, 1, NULL), cuMemRelease(m.handle));
-    m.part[0] = 2, m.handle = other;
-    SAY("another part", cuMemMapArrayAsync(&m, 1, NULL), cuMemRelease(other));
-    for (m.operation = 2; m.part[0]; m.part[0]--) SAY("unmapped", cuMemMapArrayAsync(&m, 1, NULL));
+    struct { int type; P array; int part_type; P part[4]; int operation, handle_type; P handle, rest[3]; } m[2] = {{.part = {1}, .operation = 1}};
+    struct property here = {.type = 1, .location = 1};
+    SAY("sparse array", cuArray3DCreate_v2(&m[0].array, &(struct array3){64, 64, 0, 32, 1, 0x40}));
+    m[1] = m[0], m[1].part[0] = 2;
+    SAY("created", cuMemCreate(&m[0].handle, STEP, &here, 0), cuMemCreate(&m[1].handle, STEP, &here, 0));
+    SAY("mapped", cuMemMapArrayAsync(m, 2, NULL), cuMemRelease(m[0].handle), cuMemRelease(m[1].handle));
+    for (int i = 1; i >= 0; i--) {
+        m[i].operation = 2;
+        SAY("unmapped", cuMemMapArrayAsync(&m[i], 1, NULL));
+    }
 }
 static V free_it(V at) { return (V)(intptr_t)cuMemFree_v2((P)(uintptr_t)at); }
 static void frees(void) {
