@@ -115,7 +115,8 @@ class PageFiles:
     def free(self, slot: Slot) -> None:
         """Frees the slot of an ended process. The library subtracts the process's memory when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
-        if self.use.read_at(at, 4) != slot.pid.to_bytes(4, "little"):  # another process has taken it
+        now = pages.decode_slots(self.use.read_at(at, pages.slot_offset(1) - pages.slot_offset(0)), 0)
+        if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # another process has taken it, or this one anew
             return
         self.use.write(at, pages.HALF_FREED)  # no other process takes the slot until it is empty
         for gpu in range(len(self.written)):

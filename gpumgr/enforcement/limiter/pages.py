@@ -260,9 +260,8 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        slots.append(
-            Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=slot.gpu[0].stack, fault=fault, gpus=on_gpus)
-        )
+        stack = slot.gpu[0].stack if slot.state else 0  # without a state: `pid` empties the slot of another process
+        slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=stack, fault=fault, gpus=on_gpus))
     return tuple(slots)
 
 

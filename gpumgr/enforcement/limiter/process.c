@@ -134,13 +134,16 @@ int gm_reap_slots(void) {
     int freed = 0;
     for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
-        uint32_t pid = __atomic_load_n(&s->pid, __ATOMIC_ACQUIRE);
-        if (!pid || s->pid_namespace != own || !has_ended(pid, s->gpu->stack)) continue;
+        uint64_t *head = (uint64_t *)s, seen = __atomic_load_n(head, __ATOMIC_ACQUIRE), stack = s->gpu->stack; /* the pid, and above it the state */
+        uint32_t pid = (uint32_t)seen, state = (uint32_t)(seen >> 32);
+        /* Without a state another process empties the slot, and the stack is that of the process before. */
+        if (!pid || s->pid_namespace != own || !has_ended(pid, state ? stack : 0)) continue;
         /* With our pid the slot is ours until it is empty. If we are killed before, it is a dead process's slot again. */
-        if (!__atomic_compare_exchange_n(&s->pid, &pid, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
-        empty_slot(i);
-        __atomic_store_n(&s->pid, 0, __ATOMIC_RELEASE);
-        freed++;
+        if (!__atomic_compare_exchange_n(head, &seen, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
+        bool same = s->gpu->stack == stack; /* else its process has freed it, and taken it again */
+        if (same) empty_slot(i);
+        __atomic_store_n(head, same ? 0 : seen, __ATOMIC_RELEASE);
+        freed += same;
     }
     return freed;
 }
@@ -154,7 +157,7 @@ static void claim_slot(void) {
     for (uint32_t i = 0, n = (uint32_t)gm_slots(); i < n && index == GM_SLOTS; i++) {
         struct gm_use_slot *s = &process.use->slot[i];
         if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) != process.pid || s->pid_namespace != own) continue;
-        if (s->gpu->stack && stack && s->gpu->stack != stack) ended = true;
+        if (s->state && s->gpu->stack && stack && s->gpu->stack != stack) ended = true;
         else index = i;
     }
     if (ended) gm_reap_slots();

@@ -268,6 +268,12 @@ class Container:
     def reserved_bytes(self, gpu: int = 0) -> int:
         return int(struct.unpack_from("<Q", self.page("use").read_bytes(), _HEAD + gpu * _GPU_USE)[0])
 
+    def empty_by_first(self) -> None:
+        """Makes the first slot one that its process has taken from a dead one, and has not emptied yet."""
+        at = _HEAD + _GPUS * _GPU_USE
+        _overwrite(self.page("use"), at + 4, struct.pack("<I", 0))
+        _overwrite(self.page("use"), at + 64 + 72, struct.pack("<Q", 1))
+
     def fault(self) -> str:
         """Why the library does not limit the first process."""
         at = _HEAD + _GPUS * _GPU_USE

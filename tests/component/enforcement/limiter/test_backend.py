@@ -287,6 +287,20 @@ async def test_the_slot_of_a_process_that_executes_another_program_is_freed(plac
         assert place.turns().memory_bytes_by_kind == {}
 
 
+async def test_a_slot_that_its_process_takes_anew_after_an_exec_is_not_freed(place: Place) -> None:
+    """It took the slot after the agent had read what it held before."""
+    await place.start()
+    with place.tenant():
+        files = PageFiles.open(place.page("limits").parent)
+        (slot,) = files.slots()
+        assert slot.stack
+        files.free(replace(slot, stack=slot.stack + 1))
+        assert files.slots() == (slot,)
+        files.free(slot)
+        assert not files.slots()
+        files.close()
+
+
 async def test_the_slot_of_a_zombie_is_freed(place: Place) -> None:
     await place.start()
     with place.tenant() as tenant:

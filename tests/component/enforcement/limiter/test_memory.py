@@ -359,6 +359,16 @@ def test_what_a_process_held_before_an_exec_can_be_had_again(node: Node, tmp_pat
     assert node.used_bytes() == container.reserved_bytes()
 
 
+def test_a_slot_that_another_process_empties_is_left_to_it(node: Node, tmp_path: Path) -> None:
+    """It has the pid of that process, but the stack of a dead one."""
+    container = Container(tmp_path / "a", _LIMIT)
+    first = _started(node, container)
+    assert first.ask(f"grab alloc {2 * MIB} 1")[0] == 0
+    container.empty_by_first()
+    assert _started(node, container).ask(f"grab alloc {_ROOM} 1")[0] == _OUT_OF_MEMORY
+    assert container.by_kind() == {"alloc": 2 * MIB, "context": 2 * CONTEXT_BYTES}
+
+
 #: In an inner pid namespace, a process takes memory and stays until another one has asked for the rest.
 _NESTED = """
 mkfifo stays
