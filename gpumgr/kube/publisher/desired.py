@@ -21,8 +21,9 @@ class Desired(ABC):
     `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller
     last caused a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
 
-    The other fields belong to the queue. `due`: when the next write is due. `attempts` counts the failures. `again`: when the next write
-    is due, if the state changed during the write.
+    The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure changes it
+    only with `held` (see `retry`). `attempts` counts the failures. `again`: when the next write is due, if the state changed during the
+    write.
     """
 
     what: ClassVar[What]
@@ -31,6 +32,7 @@ class Desired(ABC):
     wanted_at: float = -math.inf
     requests: int = 0
     due: float = 0.0
+    since: float = 0.0
     attempts: int = 0
     again: float | None = None
 
@@ -59,7 +61,7 @@ class WorkQueue:
         if desired in self._waiting:
             return None
         self._waiting[desired] = None
-        desired.due, desired.attempts = due, 0
+        desired.due, desired.since, desired.attempts = due, due, 0
         events = [each for each in self._waiting if each.what == "event"] if desired.what == "event" else []
         if len(events) <= self._capacity:
             return None
@@ -80,7 +82,7 @@ class WorkQueue:
 
     def oldest_seconds(self, now: float) -> float:
         """How long the oldest write has been due; 0.0 if none is."""
-        return max((now - each.due for each in self._waiting if each.due <= now), default=0.0)
+        return max((now - each.since for each in self._waiting if each.since <= now), default=0.0)
 
     def done(self, desired: Desired) -> None:
         """The state that `next` returned was written, or given up. It is queued again if it has changed in the meantime."""
@@ -91,10 +93,10 @@ class WorkQueue:
         """Cancels a write. False if the state was not in the queue."""
         return desired in self._waiting and self._waiting.pop(desired) is None
 
-    def retry(self, desired: Desired, due: float) -> None:
-        """The write failed, and is due again at `due`."""
+    def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
+        """The write failed, and is due again at `due`. With `held`, the write does not count as late before `due`."""
         desired.attempts += 1
-        desired.due = due
+        desired.due, desired.since = due, due if held else desired.since
 
 
 class TokenBucket:

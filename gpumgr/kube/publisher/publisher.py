@@ -5,8 +5,9 @@ Invariants:
    bounds the queue, and a capacity bounds the events in it; dropped events are counted.
 2. The latest desired state of an object is written before any event, unless its write has failed.
 3. After an outage or error of the API server all writes wait, in growing, jittered pauses, or for its Retry-After; then the write with the
-   fewest failures is next. If a retry can't help, the publisher logs the answer with its remedy and drops the write (except the deletion
-   of a pod, which it retries). It writes again when the desired state changes, or when a caller sets it again after the resync interval.
+   fewest failures is next. A failed write that reached the API server also has growing pauses of its own. If a retry can't help, the
+   publisher logs the answer with its remedy and drops the write (except the deletion of a pod, which it retries). It writes again when the
+   desired state changes, or when a caller sets it again after the resync interval.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, NoReturn
 
+import aiohttp
 import structlog
 
 from gpumgr.agent.node_report import ApiQueueState
@@ -42,13 +44,15 @@ _log = structlog.get_logger(__name__)
 CAPACITY: Final = 512
 #: The limit of requests, and half of the largest burst: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
 _REQUESTS_PER_SECOND: Final = 50.0
-#: The first and the longest pause after failures of the API server, and of a write that it refuses while it works.
+#: The first and the longest pause of all writes after failures, and of a write that failed.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
 _WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
 #: Statuses below 500 after which a retry may succeed. 401: the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another pod has the name now.
 _MAX_CONFLICTS: Final = 5
+#: After these errors no write reaches the API server, so the failed write has no pause of its own.
+_UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: How often the queue is checked for new writes while failed writes wait for a retry.
 _POLL_SECONDS: Final = 0.25
 #: The API server's words for a write to a namespace that is being deleted, with status 403: no right is missing.
@@ -281,11 +285,11 @@ class Publisher:
             self._log.answered(len(self._queue))
         else:
             self._log.failed(error)
-        if not alone:
+        if isinstance(error, _UNREACHABLE) and not alone:
             desired.attempts += 1
-            return wanted
-        self._try_later(desired, wanted)
-        return None
+        else:
+            self._try_later(desired, wanted, held=alone)
+        return None if alone else wanted
 
     def _refused(self, desired: Desired, error: AnswerError) -> None:
         """The API server refuses the write, and a retry can't change that."""
@@ -294,17 +298,17 @@ class Publisher:
             why = f"{error}; {remedy}" if error.status == 403 else str(error)
             self._refused_evictions[desired.uid] = desired.eviction, why
         if desired.insists:
-            self._try_later(desired)
+            self._try_later(desired, held=True)
         else:
             self._queue.done(desired)
         if error.status < 500:
             self._log.answered(len(self._queue))
 
-    def _try_later(self, desired: Desired, wanted: float = 0.0) -> None:
-        """Retries the write after its own pause, or after the `wanted` seconds. The other writes continue."""
+    def _try_later(self, desired: Desired, wanted: float = 0.0, *, held: bool = False) -> None:
+        """Retries the write after its own pause, or after the `wanted` seconds. `held`: see `WorkQueue.retry`."""
         shortest, longest = _WRITE_PAUSES_SECONDS
         pause = min(shortest * 2.0 ** min(desired.attempts, 16), longest) * self._spread()
-        self._queue.retry(desired, self._clock() + max(wanted, pause))
+        self._queue.retry(desired, self._clock() + max(wanted, pause), held=held)
 
     def _spread(self) -> float:
         return 0.8 + 0.4 * self._jitter()

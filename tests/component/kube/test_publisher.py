@@ -1,6 +1,7 @@
 """The publisher against the stand-in API server: pods, events, retries, outages and refusals."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -323,6 +324,25 @@ async def test_one_request_that_always_fails_does_not_hold_up_the_others(api: Fa
     odd.warn("too much")
     await api.until(lambda: len(api.written) == 5)
     assert [path.rpartition("/")[2] for _, path, _ in api.written[:3]] == ["node-1", "eviction", "events"]
+
+
+async def test_one_request_that_always_fails_is_sent_ever_more_rarely_while_others_succeed(
+    api: FakeApiServer, odd: Stage
+) -> None:
+    tries: list[float] = []
+
+    async def broken_for_pods(request: web.Request) -> web.StreamResponse:
+        if not request.path.endswith("/web-0"):
+            return await status(200, "done")(request)
+        tries.append(odd.time.now)
+        odd.warn("another write", uid=f"uid-{len(tries)}")
+        return await status(500, "a webhook is broken")(request)
+
+    api.writes.extend([broken_for_pods] * 1000)
+    odd.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
+    await odd.until(lambda: odd.time.now > 120)
+    assert [later - earlier for earlier, later in pairwise(tries)][:5] == pytest.approx([2, 4, 8, 16, 32], abs=1)
+    assert odd.publisher.state().oldest_seconds > 100, "what was to be written at the start is late"
 
 
 async def test_a_request_that_never_gets_an_answer_does_not_hold_up_the_others(api: FakeApiServer, odd: Stage) -> None:

@@ -57,16 +57,17 @@ def test_a_change_during_the_write_is_written_and_one_before_it_is_not_again() -
     assert len(queue) == 0
 
 
-def test_the_age_of_the_oldest_state_counts_from_when_it_is_due() -> None:
+def test_the_age_of_the_oldest_state_counts_from_when_it_was_due_first_unless_it_is_held() -> None:
     queue, labels = WorkQueue(2), NodeLabels()
     assert queue.oldest_seconds(7.0) == 0.0
     queue.put(labels, 10.0)
     assert queue.oldest_seconds(7.0) == 0.0
-    assert queue.oldest_seconds(40.0) == 30.0
     queue.retry(labels, 100.0)
-    assert (labels.attempts, queue.oldest_seconds(99.0), queue.next(99.0)) == (1, 0.0, None)
+    assert (labels.attempts, queue.oldest_seconds(40.0), queue.next(99.0)) == (1, 30.0, None)
     queue.put(labels, 50.0)
     assert queue.next_due() == 100.0  # a change does not shorten the back-off
+    queue.retry(labels, 200.0, held=True)
+    assert (queue.oldest_seconds(199.0), queue.oldest_seconds(207.0)) == (0.0, 7.0)
 
 
 def test_a_write_that_failed_is_after_those_that_did_not() -> None:
