@@ -150,7 +150,9 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
     about = f"{runtime.name} {runtime.version}"
     # containerd supports CDI since 1.7, and enables it by default since 2.0. Every CRI-O of a Kubernetes with CDI has it enabled.
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
-    version = (int(found[1]), int(found[2])) if found and runtime.name == "containerd" else (2, 0)
+    if not found or runtime.name not in ("containerd", "cri-o"):
+        return warning(f"it is unknown whether {about} supports CDI devices", "see its documentation")
+    version = (int(found[1]), int(found[2])) if runtime.name == "containerd" else (2, 0)
     if version < (1, 7):
         return error(f"{about} has no CDI", "use containerd 1.7 or newer, or set enforcement.injection to mounts")
     if version < (2, 0):

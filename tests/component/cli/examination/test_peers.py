@@ -138,6 +138,8 @@ async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) 
         ("containerd", "1.7.28", "warning", "off by default"),
         ("containerd", "1.6.36", "error", "no CDI"),
         ("cri-o", "1.33.1", "ok", "on by default"),
+        ("cri-dockerd", "0.3.4", "warning", "it is unknown"),
+        ("containerd", "main", "warning", "it is unknown"),
     ],
 )
 async def test_cdi_by_the_version_of_the_runtime(
