@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final
 
+from msgspec.structs import replace
+
 from gpumgr.cluster.simulation.model import GPU_MILLI, Node, Shape
 
 _POPULARITY: Final = 0.95
@@ -19,15 +21,7 @@ _TABLES: Final = 1 << 16
 
 def typical_shapes(shapes: Iterable[Shape]) -> list[tuple[Shape, float]]:
     """Requests with their weights, which sum up to 1; the most popular one first."""
-    counts = Counter(
-        Shape(
-            gpus=each.gpus,
-            gpu_milli=each.gpu_milli,
-            cpu_milli=each.cpu_milli,
-            constraints=each.constraints,
-        )
-        for each in shapes
-    )
+    counts = Counter(replace(each, memory_blocks=0, ram_mebibytes=0) for each in shapes)
     ordered = sorted(
         counts.items(), key=lambda pair: (-pair[1], pair[0].cpu_milli, pair[0].gpus, pair[0].gpu_milli, repr(pair[0]))
     )

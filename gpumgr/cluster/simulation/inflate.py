@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Random
-from gpumgr.cluster.simulation.policies import make_placer
+from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Pod, Random
+from gpumgr.cluster.simulation.policies import make_policy
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
@@ -69,17 +69,16 @@ def run(
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
     arriving = inflated(pods, cluster.capacity_milli, random(seed))
-    placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    find = make_policy(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
     measured: dict[int, tuple[float, float]] = {}
     left, demand = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True), 0
     failed: Counter[str] = Counter()
     for number, pod in enumerate(arriving):
-        where = placer.find(pod.shape)
+        where = find(pod.shape)
         if where is None:
             failed[pod.shape.kind] += 1
         else:
-            cluster.place(pod.shape, where)
-            placer.placed(str(number), pod.shape, where)
+            cluster.change(Change(number, pod.shape, where, -1))
         demand += pod.shape.total_milli
         while left and demand * 100 >= left[-1] * cluster.capacity_milli:
             measured[left.pop()] = _measured(cluster, fragmentation)

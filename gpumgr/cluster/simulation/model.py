@@ -138,18 +138,27 @@ class Placement(msgspec.Struct, frozen=True):
     gpus: Gpus
 
 
+class Change(msgspec.Struct, frozen=True):
+    """A pod was placed (`sign` -1) or removed (1). `pod`: its position in the trace."""
+
+    pod: int
+    shape: Shape
+    where: Placement
+    sign: int
+
+
 class Cluster:
-    """The nodes. `changes`: the position of each node that changed, in the order of the changes."""
+    """The nodes, and the `changes` in their order."""
 
     def __init__(self, specs: Iterable[NodeSpec]) -> None:
         self.nodes: Sequence[Node] = tuple(map(Node, specs))
-        self.changes: list[int] = []
+        self.changes: list[Change] = []
         self.capacity_milli = sum(node.free_milli for node in self.nodes)
 
-    def place(self, shape: Shape, where: Placement) -> None:
-        self.nodes[where.node].change(shape, where.gpus, -1)
-        self.changes.append(where.node)
+    def change(self, change: Change) -> None:
+        self.nodes[change.where.node].change(change.shape, change.where.gpus, change.sign)
+        self.changes.append(change)
 
-    def remove(self, shape: Shape, where: Placement) -> None:
-        self.nodes[where.node].change(shape, where.gpus, 1)
-        self.changes.append(where.node)
+    def changed(self, seen: int) -> Iterable[int]:
+        """The positions of the nodes that changed after the first `seen` changes."""
+        return dict.fromkeys(each.where.node for each in self.changes[seen:])

@@ -2,7 +2,7 @@
 
 The reference policies are compared with the scheduler's own. random, best-fit, dot-product, packing, clustering and fgd follow the
 published simulator of FGD (USENIX ATC '23): scores are integers from 0 to 100, computed from CPU (relative to 128 CPUs) and the sum of the
-free GPU-milli (thousandths; relative to 8 GPUs). The class DraPolicy models kube-scheduler with Dynamic Resource Allocation.
+free GPU-milli (thousandths; relative to 8 GPUs). `dra_policy` models kube-scheduler with Dynamic Resource Allocation.
 """
 
 from bisect import bisect_left, insort
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from math import exp
 from operator import or_
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -19,11 +19,13 @@ from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import ContainerRequest, PlacedPod, PodRequest, Policy
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
-from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
+from gpumgr.cluster.simulation.model import GPU_MILLI, MAX_SHAPES, Change, Cluster, Gpus, Node, NodeSpec, Placement, Random, Shape
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 
 _CPU_SCALE: Final = 128_000
 _GPU_SCALE: Final = 8_000
+#: Where a pod with this request goes; None: it fits nowhere.
+Find = Callable[[Shape], Placement | None]
 #: The score of a node on which the request fits; the highest is the best.
 Score = Callable[[Node, Shape], float]
 #: The GPUs of a node for a request that fits.
@@ -46,8 +48,7 @@ class _Fitting:
         self._seen = len(cluster.changes)
 
     def update(self) -> None:
-        changes = self._cluster.changes
-        for position in dict.fromkeys(changes[self._seen :]):
+        for position in self._cluster.changed(self._seen):
             before, after = self.scores[position], self._scored(self._cluster.nodes[position])
             if before == after:
                 continue
@@ -59,41 +60,35 @@ class _Fitting:
                 del self.ordered[bisect_left(self.ordered, old)]
             if new is not None:
                 insort(self.ordered, new)
-        self._seen = len(changes)
+        self._seen = len(self._cluster.changes)
 
     def _scored(self, node: Node) -> float | None:
         return self._score(node, self._shape) if node.hosts(self._shape) else None
 
 
-class _FittingPolicy:
-    """Chooses among all nodes on which a request fits. `key` makes the key of a node from its score and its position."""
+def _fitting(cluster: Cluster, score: Score, key: _MakeKey) -> Callable[[Shape], _Fitting]:
+    known = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score, key))
 
-    def __init__(self, cluster: Cluster, score: Score, key: _MakeKey) -> None:
-        self._cluster = cluster
-        self._fitting = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score, key))
-
-    def fitting(self, shape: Shape) -> _Fitting:
-        found = self._fitting(shape)
+    def fitting(shape: Shape) -> _Fitting:
+        found = known(shape)
         found.update()
         return found
 
-    def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
-    def removed(self, uid: str) -> None: ...
+    return fitting
 
 
-class ScorePolicy(_FittingPolicy):
+def score_policy(cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> Find:
     """The node with the highest score, then the GPUs on it. `order`: position of a node -> a number; among nodes of the same score the
     lowest is taken."""
+    fitting = _fitting(cluster, score, lambda score, position: (-score, order[position], position))
 
-    def __init__(self, cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> None:
-        super().__init__(cluster, score, lambda score, position: (-score, order[position], position))
-        self._choice = choice
-
-    def find(self, shape: Shape) -> Placement | None:
-        if not (ordered := self.fitting(shape).ordered):
+    def find(shape: Shape) -> Placement | None:
+        if not (ordered := fitting(shape).ordered):
             return None
         position = ordered[0][-1]
-        return Placement(position, self._choice(self._cluster.nodes[position], shape))
+        return Placement(position, choice(cluster.nodes[position], shape))
+
+    return find
 
 
 # -- scores of nodes ---------------------------------------------------------------------------------------------------------
@@ -133,35 +128,26 @@ def packing(node: Node, shape: Shape) -> float:
     return max(50 - fresh, 33) if fresh else max(100 - sum(each // 10 for each in taken) // 10, 50)
 
 
-class Fgd:
+def fgd(fragmentation: Fragmentation) -> tuple[Score, Choice]:
     """The node, and for a share the GPU, on which fragmentation grows least."""
 
-    def __init__(self, fragmentation: Fragmentation) -> None:
-        self._fragmentation = fragmentation
-
-    def score(self, node: Node, shape: Shape) -> float:
-        return self._best(node, shape)[0]
-
-    def choice(self, node: Node, shape: Shape) -> Gpus:
-        return self._best(node, shape)[1]
-
-    def _best(self, node: Node, shape: Shape) -> tuple[int, Gpus]:
-        if not shape.share:
-            gpus = node.tightest(shape)
-            return self._scored(node, shape, gpus), gpus
-        first: dict[int, int] = {}
-        for gpu in node.sharable(shape):
-            first.setdefault(node.gpu_milli[gpu], gpu)
-        return max(
-            ((self._scored(node, shape, (gpu,)), (gpu,)) for gpu in first.values()), key=lambda pair: (pair[0], -pair[1][0])
-        )
-
-    def _scored(self, node: Node, shape: Shape, gpus: Gpus) -> int:
+    def scored(node: Node, shape: Shape, gpus: Gpus) -> int:
         after = list(node.gpu_milli)
         for gpu in gpus:
             after[gpu] -= shape.gpu_milli
-        less = self._fragmentation.of(node) - self._fragmentation.amount(node.spec.model, node.cpu_milli - shape.cpu_milli, after)
+        less = fragmentation.of(node) - fragmentation.amount(node.spec.model, node.cpu_milli - shape.cpu_milli, after)
         return int(100 / (1 + exp(-less / 1000)))
+
+    def best(node: Node, shape: Shape) -> tuple[int, Gpus]:
+        if not shape.share:
+            gpus = node.tightest(shape)
+            return scored(node, shape, gpus), gpus
+        first: dict[int, int] = {}
+        for gpu in node.sharable(shape):
+            first.setdefault(node.gpu_milli[gpu], gpu)
+        return max(((scored(node, shape, (gpu,)), (gpu,)) for gpu in first.values()), key=lambda pair: (pair[0], -pair[1][0]))
+
+    return lambda node, shape: best(node, shape)[0], lambda node, shape: best(node, shape)[1]
 
 
 # -- Dynamic Resource Allocation ---------------------------------------------------------------------------------------------
@@ -187,53 +173,48 @@ def sample_size(nodes: int) -> int:
     return max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
 
-class RandomPolicy(_FittingPolicy):
+def random_policy(cluster: Cluster, random: Random) -> Find:
     """A random node on which the request fits, and for a share a random one of its GPUs with room."""
+    fitting = _fitting(cluster, lambda _node, _shape: 0, lambda _score, position: position)
 
-    def __init__(self, cluster: Cluster, random: Random) -> None:
-        super().__init__(cluster, lambda _node, _shape: 0, lambda _score, position: position)
-        self._random = random
-
-    def find(self, shape: Shape) -> Placement | None:
-        if not (positions := self.fitting(shape).ordered):
+    def find(shape: Shape) -> Placement | None:
+        if not (positions := fitting(shape).ordered):
             return None
-        position = self._random.choice(positions)
-        node = self._cluster.nodes[position]
-        return Placement(position, (self._random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape))
+        position = random.choice(positions)
+        node = cluster.nodes[position]
+        return Placement(position, (random.choice(node.sharable(shape)),) if shape.share else node.tightest(shape))
+
+    return find
 
 
-class DraPolicy(_FittingPolicy):
+def dra_policy(cluster: Cluster, random: Random, score: Score) -> Find:
     """kube-scheduler with Dynamic Resource Allocation, which gives the pod the node's first GPU with room.
 
     kube-scheduler looks for fitting nodes until it has enough (percentageOfNodesToScore: 50 - nodes / 125 percent of all nodes, at least 5
     percent and 100 nodes), and continues after the last of them for the next pod. It scores these nodes by CPU and RAM alone
     (NodeResourcesFit and NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
     """
+    fitting = _fitting(cluster, score, lambda _score, position: position)
+    start, size = 0, sample_size(len(cluster.nodes))
 
-    def __init__(self, cluster: Cluster, random: Random, score: Score) -> None:
-        super().__init__(cluster, score, lambda _score, position: position)
-        self._random, self._start = random, 0
-
-    def find(self, shape: Shape) -> Placement | None:
-        found, size = self.fitting(shape), sample_size(len(self._cluster.nodes))
-        first = bisect_left(found.ordered, self._start)
+    def find(shape: Shape) -> Placement | None:
+        nonlocal start
+        found = fitting(shape)
+        first = bisect_left(found.ordered, start)
         sample = (found.ordered[first:] + found.ordered[:first])[:size]
         if not sample:
             return None
         if len(sample) == size:
-            self._start = (sample[-1] + 1) % len(self._cluster.nodes)
+            start = (sample[-1] + 1) % len(cluster.nodes)
         best = max(found.scores[each] or 0 for each in sample)
-        position = self._random.choice([each for each in sample if found.scores[each] == best])
-        node = self._cluster.nodes[position]
+        position = random.choice([each for each in sample if found.scores[each] == best])
+        node = cluster.nodes[position]
         return Placement(position, (node.sharable(shape)[0],) if shape.share else node.tightest(shape))
 
+    return find
 
-class Placer(Protocol):
-    """A policy that decides for one cluster. It is informed of what was placed and what has ended."""
 
-    def find(self, shape: Shape) -> Placement | None: ...
-    def placed(self, uid: str, shape: Shape, where: Placement) -> None: ...
-    def removed(self, uid: str) -> None: ...
+# -- the scheduler's own policies --------------------------------------------------------------------------------------------
 
 
 @lru_cache(MAX_SHAPES)
@@ -266,11 +247,10 @@ class _Offered:
         self._seen = len(cluster.changes)
 
     def nodes(self) -> int:
-        changes = self._cluster.changes
-        for position in dict.fromkeys(changes[self._seen :]):
+        for position in self._cluster.changed(self._seen):
             bit = self._bits[position]
             self._nodes = self._nodes | bit if self._has_room(position) else self._nodes & ~bit
-        self._seen = len(changes)
+        self._seen = len(self._cluster.changes)
         return self._nodes
 
     def _has_room(self, position: int) -> bool:
@@ -278,41 +258,42 @@ class _Offered:
         return node.cpu_milli >= self._cpu_milli and node.ram_mebibytes >= self._ram_mebibytes
 
 
-class CorePolicy:
+def core_policy(cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> Find:
     """A policy of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here; in a cluster, kube-scheduler checks them."""
+    index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
+    positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
+    for node in cluster.nodes:
+        index.set_node(state_of(node.spec))
+    bits = [index.node_set([name]) for name in positions]
+    offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, bits, cpu_milli, ram_mebibytes))
+    questions = lru_cache(MAX_SHAPES)(lambda request: Question(index, request, policy))
+    seen = 0
 
-    def __init__(self, cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> None:
-        self._cluster = cluster
-        self._index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
-        self._positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
-        for node in cluster.nodes:
-            self._index.set_node(state_of(node.spec))
-        bits = [self._index.node_set([node.spec.name]) for node in cluster.nodes]
-        self._offered = lru_cache(MAX_SHAPES)(lambda cpu_milli, ram_mebibytes: _Offered(cluster, bits, cpu_milli, ram_mebibytes))
-        self._questions = lru_cache(MAX_SHAPES)(lambda request: Question(self._index, request, policy))
-
-    def find(self, shape: Shape) -> Placement | None:
-        nodes = self._offered(shape.cpu_milli, shape.ram_mebibytes).nodes()
-        request = request_of(shape)
-        found = self._questions(request).best(nodes)
+    def find(shape: Shape) -> Placement | None:
+        nonlocal seen
+        for change in cluster.changes[seen:]:
+            if change.sign < 0:
+                index.bind(placed_pod(change, cluster.nodes[change.where.node].spec))
+            else:
+                index.remove(str(change.pod))
+        seen = len(cluster.changes)
+        found = questions(request_of(shape)).best(offered(shape.cpu_milli, shape.ram_mebibytes).nodes())
         if not found:
             return None
         _, name, choice = found[0]
-        return Placement(self._positions[name], tuple(gpu for shares in choice.shares for gpu, _ in shares))
+        return Placement(positions[name], tuple(gpu for shares in choice.shares for gpu, _ in shares))
 
-    def placed(self, uid: str, shape: Shape, where: Placement) -> None:
-        if not shape.gpus:
-            self._index.use_cpu(uid, self._cluster.nodes[where.node].spec.name, shape.cpu_milli)
-            return
-        spec, request = self._cluster.nodes[where.node].spec, request_of(shape)
-        memory = shape.memory_blocks if shape.share else spec.memory_blocks
-        amounts = Amounts(request.containers[0].cores_per_gpu, memory * BLOCK_MEBIBYTES)
-        shares = (tuple((gpu, amounts) for gpu in where.gpus),)
-        self._index.bind(PlacedPod(uid=uid, node=spec.name, request=request, shares=shares))
+    return find
 
-    def removed(self, uid: str) -> None:
-        self._index.free_cpu(uid)
-        self._index.remove(uid)
+
+def placed_pod(change: Change, node: NodeSpec) -> PlacedPod:
+    shape, request = change.shape, request_of(change.shape)
+    memory = shape.memory_blocks if shape.share else node.memory_blocks
+    shares = tuple(
+        tuple((gpu, Amounts(container.cores_per_gpu, memory * BLOCK_MEBIBYTES)) for gpu in change.where.gpus)
+        for container in request.containers
+    )
+    return PlacedPod(uid=str(change.pod), node=node.name, request=request, shares=shares)
 
 
 _SCORES: Final[Mapping[str, Score]] = {
@@ -326,18 +307,17 @@ _DRA: Final[Mapping[str, Score]] = {"dra": least_allocated, "dra-most-allocated"
 POLICIES: Final = ("least-fragmentation", "binpack", "spread", "random", *_SCORES, "fgd", *_DRA)
 
 
-def make_placer(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Placer:
+def make_policy(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Find:
     """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths; `fragmentation`, for
     "fgd": measures nodes by typical requests."""
     match policy:
         case "least-fragmentation" | "binpack" | "spread":
-            return CorePolicy(cluster, policy, cpu_per_gpu_milli)
+            return core_policy(cluster, policy, cpu_per_gpu_milli)
         case "random":
-            return RandomPolicy(cluster, random)
+            return random_policy(cluster, random)
         case "dra" | "dra-most-allocated":
-            return DraPolicy(cluster, random, _DRA[policy])
-    rule = Fgd(fragmentation)
-    score, choice = (rule.score, rule.choice) if policy == "fgd" else (_SCORES[policy], Node.tightest)
+            return dra_policy(cluster, random, _DRA[policy])
+    score, choice = fgd(fragmentation) if policy == "fgd" else (_SCORES[policy], Node.tightest)
     # Among nodes of equal score, all decisions take the first one in the same random order; the published simulator has an order of its
     # own. The file's order would distort results: files list equal nodes side by side, which would be filled one after another.
-    return ScorePolicy(cluster, score, choice, [random.random() for _ in cluster.nodes])
+    return score_policy(cluster, score, choice, [random.random() for _ in cluster.nodes])

@@ -6,8 +6,8 @@ that does not fit does not hold up the pods behind it, and no pod is evicted for
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
+from itertools import islice, pairwise
 from statistics import fmean, quantiles
 from typing import Literal
 
@@ -15,8 +15,8 @@ import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
 from gpumgr.cluster.simulation.inflate import by_kind
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Pod, Random, Shape
-from gpumgr.cluster.simulation.policies import Placer, make_placer
+from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Placement, Pod, Random, Shape
+from gpumgr.cluster.simulation.policies import Find, make_policy
 from gpumgr.common.errors import InputError
 
 
@@ -41,7 +41,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     failed_pods: dict[str, int]
 
 
-def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Event]:
+def events(cluster: Cluster, find: Find, pods: Sequence[Pod]) -> Iterator[Event]:
     """The events in the order of time. The cluster is changed before the event that reports the change."""
     # Reversed: the next arrival is at the end of the list.
     arriving = sorted(range(len(pods)), key=lambda number: (pods[number].arrival_seconds, number), reverse=True)
@@ -53,8 +53,7 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Ev
         tried = set(waiting) if ends and ends[0][0] <= now else set[Shape]()
         while ends and ends[0][0] <= now:
             _, number, where = heappop(ends)
-            cluster.remove(pods[number].shape, where)
-            placer.removed(str(number))
+            cluster.change(Change(number, pods[number].shape, where, 1))
             yield Event(now, "ended", number, where)
         while arriving and pods[arriving[-1]].arrival_seconds <= now:
             number = arriving.pop()
@@ -66,19 +65,16 @@ def events(cluster: Cluster, placer: Placer, pods: Sequence[Pod]) -> Iterator[Ev
         heads = [(waiting[shape][0], shape) for shape in tried]
         heapify(heads)
         while heads:
-            (_, _, number), shape = heads[0]
-            found = placer.find(shape)
+            (_, _, number), shape = heappop(heads)
+            found = find(shape)
             if found is None:
-                heappop(heads)
                 continue
             heappop(waiting[shape])
             if waiting[shape]:
-                heapreplace(heads, (waiting[shape][0], shape))
+                heappush(heads, (waiting[shape][0], shape))
             else:
                 del waiting[shape]
-                heappop(heads)
-            cluster.place(shape, found)
-            placer.placed(str(number), shape, found)
+            cluster.change(Change(number, shape, found, -1))
             if (duration := pods[number].duration_seconds) is not None:
                 heappush(ends, (now + duration, number, found))
             yield Event(now, "started", number, found)
@@ -101,12 +97,12 @@ def run(
         )
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
-    placer = make_placer(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
-    #: (Second, GPU-milli that are allocated from then on, pods that wait from then on.)
-    levels: list[tuple[float, int, int]] = []
+    find = make_policy(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    #: Second -> (GPU-milli that are allocated, pods that wait) from then on.
+    levels: dict[float, tuple[int, int]] = {}
     milli = length = last = 0
     started: dict[int, float] = {}
-    for event in events(cluster, placer, pods):
+    for event in events(cluster, find, pods):
         pod = pods[event.pod]
         if event.what == "ended":
             milli -= pod.shape.total_milli
@@ -115,15 +111,13 @@ def run(
         else:
             milli, length = milli + pod.shape.total_milli, length - 1
             started[event.pod] = event.seconds - pod.arrival_seconds
-        if levels and event.seconds == levels[-1][0]:
-            levels.pop()
-        levels.append((event.seconds, milli, length))
+        levels[event.seconds] = milli, length
         if event.what != "ended":
             last = len(levels)
     p50, p99 = percentiles(list(started.values()))
     failed = Counter(pod.shape.kind for number, pod in enumerate(pods) if number not in started)
-    times, allocated, queue = zip(*levels[:last], strict=True)
-    spans = [after - before for before, after in pairwise(times)]
+    allocated, queue = zip(*islice(levels.values(), last), strict=True)
+    spans = [after - before for before, after in pairwise(islice(levels, last))]
     return ReplayResult(
         policy=policy,
         seed=seed,

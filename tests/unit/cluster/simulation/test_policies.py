@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Placement, Shape
-from gpumgr.cluster.simulation.policies import POLICIES, Placer, make_placer, sample_size
+from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Placement, Shape
+from gpumgr.cluster.simulation.policies import POLICIES, make_policy, sample_size
 from gpumgr.placement.requests import Constraints
 
 
@@ -32,24 +32,22 @@ class Run:
     def __init__(self, policy: str, specs: list[NodeSpec], trace: list[Shape], seed: int = 1) -> None:
         self.cluster = Cluster(specs)
         fragmentation = Fragmentation(typical_shapes(trace))
-        self.placer: Placer = make_placer(policy, self.cluster, 8000, fragmentation, random.Random(seed))
-        self.pods: dict[str, tuple[Shape, Placement]] = {}
+        self.find = make_policy(policy, self.cluster, 8000, fragmentation, random.Random(seed))
+        self.pods: dict[int, Change] = {}
 
     def add(self, shape: Shape) -> Placement | None:
-        where = self.placer.find(shape)
+        where = self.find(shape)
         if where is not None:
             self.put(shape, where)
         return where
 
     def put(self, shape: Shape, where: Placement) -> None:
-        uid = str(len(self.cluster.changes))
-        self.cluster.place(shape, where)
-        self.placer.placed(uid, shape, where)
-        self.pods[uid] = shape, where
+        number = len(self.cluster.changes)
+        self.pods[number] = Change(number, shape, where, -1)
+        self.cluster.change(self.pods[number])
 
-    def remove(self, uid: str) -> None:
-        self.cluster.remove(*self.pods.pop(uid))
-        self.placer.removed(uid)
+    def remove(self, number: int) -> None:
+        self.cluster.change(replace(self.pods.pop(number), sign=1))
 
 
 #: Two GPUs, the second with 300 free; four idle GPUs; one idle GPU with few CPUs.
@@ -173,8 +171,8 @@ def test_no_gpu_is_given_beyond_its_capacity(policy: str, specs: list[tuple[int,
         for node in run.cluster.nodes:
             assert min(node.cpu_milli, node.ram_mebibytes, *node.gpu_milli, *node.blocks) >= 0
             assert node.free_milli == sum(node.gpu_milli)
-    for uid in list(run.pods):
-        run.remove(uid)
+    for number in list(run.pods):
+        run.remove(number)
     for node in run.cluster.nodes:
         assert (node.gpu_milli, node.blocks, node.cpu_milli) == (
             [1000] * node.spec.gpus,

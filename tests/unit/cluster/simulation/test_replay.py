@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
-from gpumgr.cluster.simulation.model import Cluster, NodeSpec, Pod, Shape
-from gpumgr.cluster.simulation.policies import POLICIES, make_placer
+from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Pod, Shape
+from gpumgr.cluster.simulation.policies import POLICIES, make_policy
 from gpumgr.cluster.simulation.replay import Event, events, percentiles, run
 from gpumgr.common.errors import InputError
 
@@ -29,7 +29,7 @@ def pod(name: str, gpus: int, arrival: float, duration: float | None, priority: 
 
 def story(nodes: Sequence[NodeSpec], pods: Sequence[Pod], policy: str = "binpack", seed: int = 1) -> list[Event]:
     cluster = Cluster(nodes)
-    return list(events(cluster, make_placer(policy, cluster, 8000, Fragmentation([]), random.Random(seed)), pods))
+    return list(events(cluster, make_policy(policy, cluster, 8000, Fragmentation([]), random.Random(seed)), pods))
 
 
 def starts(pods: Sequence[Pod], policy: str = "binpack") -> dict[str, float]:
@@ -162,6 +162,6 @@ def test_any_trace(policy: str, pods: list[Pod], gpus: list[int]) -> None:
     left = Cluster(specs)
     for number, event in running.items():
         assert event.where is not None
-        left.place(pods[number].shape, event.where)
+        left.change(Change(number, pods[number].shape, event.where, -1))
     for number in arrived - set(started):
         assert not any(node.hosts(pods[number].shape) for node in left.nodes)
