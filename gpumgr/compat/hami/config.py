@@ -221,4 +221,7 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
 
 def _shown(value: object) -> str:
     """The beginning of the value as JSON, or as Python text for YAML values that JSON does not have."""
-    return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
+    try:
+        return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
+    except ValueError:  # a hexadecimal number of thousands of digits
+        return "..."

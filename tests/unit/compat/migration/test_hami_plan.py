@@ -237,6 +237,13 @@ def test_a_value_that_json_does_not_have_is_shown_all_the_same() -> None:
     assert any('{"uuid": ["2024-01-01"]}' in note for note in plan(NODE, config_map("config.json", text)).notes)
 
 
+def test_a_number_of_thousands_of_digits_is_named_without_its_digits() -> None:
+    text = f"nvidia: {{migstrategy: 0x{'F' * 5000}}}"
+    assert any(
+        note.startswith("migstrategy ... has no effect") for note in plan(NODE, config_map("device-config.yaml", text)).notes
+    )
+
+
 def test_commands_take_nothing_from_files_as_shell_text() -> None:
     """Also if the checks of names had let it pass."""
     evil = "x; reboot #"
