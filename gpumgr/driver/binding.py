@@ -1,7 +1,7 @@
-"""The only module that imports pynvml, NVIDIA's binding of NVML.
+"""The only module that imports pynvml, NVIDIA's Python binding of NVML.
 
-It loads the library, calls functions by name, and converts the answers: errors of the binding become the errors below, bytes become
-text, capabilities that this driver lacks become None. Everything is synchronous; the worker's threads call it.
+It converts the binding's answers: its errors become the errors below, bytes become text, missing capabilities become None. All functions
+block.
 """
 
 import contextlib
@@ -33,12 +33,11 @@ INSUFFICIENT_RESOURCES: Final = 23
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: The codes that mean: the driver, GPU or user lacks the capability that the call needs. Then the answer is unknown; that is no failure.
+#: The driver, the GPU or the user lacks the capability that the call needs, so the answer is unknown. This is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
-#: The codes of a driver that is not loaded, or was reloaded.
+#: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
-#: (function, code): from this function the code means "there is none", which is no failure. (The binding raises code SUCCESS for an empty
-#: list.)
+#: (function, code): from this function the code means "there is none". The binding raises SUCCESS for an empty list.
 _NONE_YET: Final = frozenset(
     {
         *(
@@ -55,7 +54,7 @@ EVENT_DOUBLE_BIT_ECC: Final = 0x2
 EVENT_XID: Final = 0x8
 FIELD_RECOVERY_ACTION: Final = 230
 
-#: The number of tries to fetch a list that grows between the query of its size and the fetch.
+#: A list can grow between the query of its size and the fetch.
 _LIST_TRIES: Final = 3
 _SYSTEM_NAME: Final = "libnvidia-ml.so.1"
 
@@ -64,7 +63,7 @@ T = TypeVar("T")
 
 
 class CallError(NvmlError):
-    """An NVML function returned an error about a GPU, a link or another object. `gpu` is the GPU's UUID, if that is known."""
+    """An NVML function returned an error about a GPU, a link or another object. `gpu`: the GPU's UUID, if known."""
 
     def __init__(self, function: str, code: int, text: str, gpu: str | None = None) -> None:
         super().__init__(f"{function}{f' of {gpu}' if gpu else ''}: {text} (NVML error {code})")
@@ -72,29 +71,29 @@ class CallError(NvmlError):
 
 
 class DriverDown(NvmlAbsent):
-    """The driver is not loaded, or was reloaded since NVML was initialised: NVML must be initialised again."""
+    """The driver is not loaded, or was reloaded: NVML must be initialised again."""
 
 
 class DriverMismatchError(NvmlError):
-    """The kernel's driver has another version than the loaded library. A process can't load the library a second time."""
+    """The kernel's driver has another version than the loaded library. A process can't load the library twice."""
 
 
 class Binding:
     """One NVML library, loaded from `path` or found by the system's loader.
 
-    pynvml keeps one library for the whole process, so only the Binding that was opened last can be used.
+    pynvml keeps one library per process, so only the Binding that was opened last can be used.
     """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._initialised = 0
-        #: UUID -> NVML's index of the GPU; without GPUs of unknown index.
+        #: UUID -> NVML's index of the GPU, as far as known.
         self.indices: Mapping[str, int] = {}
-        #: Failed calls by function and NVML error number; a counter that only grows.
+        #: The number of failed calls since the start, by function and NVML error number.
         self.errors: Counter[tuple[str, int]] = Counter()
 
     def open(self) -> None:
-        """Loads the library if it is not loaded, and initialises NVML. Raises NvmlAbsent, DriverMismatchError or CallError."""
+        """Loads the library and initialises NVML. Raises NvmlAbsent, DriverMismatchError or CallError."""
         self._load()
         try:
             self.call("nvmlInit")
@@ -105,15 +104,15 @@ class Binding:
         self._initialised += 1
 
     def close(self) -> None:
-        """Shuts NVML down, unless the driver is gone. NVML counts initialisations, so each needs its own shutdown. If one is missing
-        (because a call hangs), the GPUs stay open until this process ends."""
+        """Shuts NVML down, unless the driver is gone."""
+        # NVML counts initialisations. If a shutdown is missing, the GPUs stay open until this process ends.
         count, self._initialised = self._initialised, 0
         with contextlib.suppress(DriverDown):
             for _ in range(count):
                 self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The binding's answer. Raises CallError, NvmlAbsent (DriverDown is one) or DriverMismatchError, depending on the code."""
+        """The binding's answer. Raises CallError, NvmlAbsent, DriverDown or DriverMismatchError."""
         try:
             answer = getattr(pynvml, function)(*arguments)
         except pynvml.NVMLError as exc:
@@ -121,7 +120,7 @@ class Binding:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Like `call`, but None if this driver, GPU or user lacks the capability."""
+        """Like `call`, but None if the driver, the GPU or the user lacks the capability."""
         try:
             return self.call(function, *arguments)
         except CallError as exc:
@@ -130,12 +129,13 @@ class Binding:
             raise
 
     def structure(self, name: str, **fields: Any) -> Any:
-        """Makes a structure of the binding, as an argument for `call`."""
         return getattr(pynvml, name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
-        """Calls the first of these functions that this driver has, and returns its list; None if the driver has none of them, or if the
-        list grew too fast to be read. Raises CallError."""
+        """The list from the first of these functions that the driver has.
+
+        None if the driver has none of them, or if the list grew too fast to be read. Raises CallError.
+        """
         for function in functions:
             for _ in range(_LIST_TRIES):
                 try:
@@ -152,15 +152,14 @@ class Binding:
         return None
 
     def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        """The result of `fn` for this GPU's handle. A CallError names the GPU."""
+        """Calls `fn` with this GPU's handle, and returns its result. A CallError names the GPU."""
         try:
             return fn(self._handle(uuid))
         except CallError as exc:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def _handle(self, uuid: str) -> Handle:
-        """Finds the GPU by its index if that is known: a search by UUID may initialise other GPUs (NVML's reference), and such a GPU may
-        hang."""
+        # A search by UUID may initialise other GPUs (NVML's reference), and one of them may hang. So a known index is used first.
         if uuid in self.indices:
             handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
             if self.call("nvmlDeviceGetUUID", handle) == uuid:
@@ -168,15 +167,14 @@ class Binding:
         return self.call("nvmlDeviceGetHandleByUUID", uuid)
 
     def is_capability(self, error: CallError) -> bool:
-        """Whether the error means that the driver, GPU or user lacks the capability."""
         return error.code in _CAPABILITY
 
     def address(self, handle: Handle) -> int | None:
-        """The address in a handle. All handles of one GPU have the same address."""
+        """The address in a handle; the same for all handles of a GPU."""
         return ctypes.cast(handle, ctypes.c_void_p).value
 
     def _translated(self, function: str, error: Any) -> NvmlError:
-        # The binding's errors are unhashable and compare badly, so only their value is used.
+        # The binding's errors are unhashable and compare badly, so only their number is used.
         code = int(error.value)
         if code not in _CAPABILITY and (function, code) not in _NONE_YET:
             self.errors[function, code] += 1
@@ -191,7 +189,6 @@ class Binding:
         return CallError(function, code, str(error))
 
     def _load(self) -> None:
-        """Makes the binding use this object's library."""
         if self._path is None:
             if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
                 _use(None)  # an earlier Binding loaded another library from its path
@@ -205,7 +202,7 @@ class Binding:
             _use(library)
 
     def _init_of_old(self) -> None:
-        """Initialises NVML on a driver that is too old for nvmlInitWithFlags. Raises NvmlError."""
+        """Initialises NVML on a driver that is too old for nvmlInitWithFlags."""
         try:
             code = pynvml.nvmlLib.nvmlInit_v2()
         except AttributeError as exc:
@@ -217,7 +214,7 @@ class Binding:
 def _use(library: ctypes.CDLL | None) -> None:
     """Sets the library that the binding calls; None = the one that the system's loader finds at the next init.
 
-    The binding keeps its library and a private cache of function pointers beyond NVML's shutdown, and has no way to replace them.
+    The binding can't replace its library or its private cache of function pointers, and a shutdown does not clear them.
     """
     pynvml.nvmlLib = library
     pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -1,4 +1,4 @@
-"""All that the agent reads and changes through NVML: coroutines with a timeout, which never block the event loop."""
+"""The agent's calls of NVML, as coroutines with a timeout that never block the event loop."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ from gpumgr.placement.devices import (
     NodeSnapshot,
 )
 
-# The driver's limits on the GPU memory of a cgroup (NVIDIA's "memory partitioning", driver 615 and newer), which were not tested with a
-# real driver. Source: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
+# The driver's limits on the GPU memory of a cgroup ("memory partitioning", driver 615 and newer) were not tested with a real driver.
+# Source: NVIDIA's MPS documentation r615, "Memory Partitioning", and the open kernel module (memacct.c, 615.71.09).
 
 #: NVML_DEVICE_MEMORY_LIMIT_MAX: this hard limit means no limit.
 UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
@@ -44,11 +44,10 @@ def set_limit(nvml: Binding, handle: Handle, cgroup: str, soft_bytes: int, hard_
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    """The current limit. If neither the cgroup nor a parent was ever limited, the driver answers "not found" or "not supported": then there
-    is no limit."""
+    """The current limit of a cgroup, without amounts if there is none."""
     try:
         return _query_limit(nvml, handle, cgroup)
-    except CallError as exc:
+    except CallError as exc:  # the driver's answer if neither the cgroup nor a parent was ever limited
         if exc.code in (NOT_FOUND, NOT_SUPPORTED):
             return MemoryLimit()
         raise
@@ -61,8 +60,10 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and the reason why the driver does not limit the memory of cgroups on this GPU (None: it seems to do so). Raises
-    CallError if the GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU."""
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups on this GPU (None: it seems to do so).
+
+    Raises CallError if the GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU.
+    """
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = str(nvml.call("nvmlDeviceGetUUID", handle))
@@ -77,36 +78,38 @@ def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str,
         if exc.code == NOT_SUPPORTED and limited is not None:
             remedy = "take RmMemacctMode out of its module options and reload it"
             raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
-        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these codes only mean that this cgroup has no limits
+        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # with these codes only this cgroup has no limits
             raise
     return uuid, None
 
 
 T = TypeVar("T")
 
-#: How long one change of the MIG mode or of a MIG device may take. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+#: For one change of the MIG mode or of a MIG device. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
 #: How long a reading waits for an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """`health` maps UUIDs to observed health, also of GPUs that the last snapshot lacks. While an earlier call about a GPU takes long, the
-    GPU's health is None, and `sample` lacks the GPU."""
+    """`health` maps UUIDs to observed health; it also has GPUs that the last snapshot lacks.
+
+    A GPU that is still busy with an earlier call has the health None, and is not in `sample`.
+    """
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
 
 
 class Nvml(Session):
-    """A session with all calls of NVML that the agent makes.
+    """A session with all calls of NVML that the agent makes. Only one instance is open at a time in a process.
 
-    `library_path` None lets the system's loader find libnvidia-ml.so.1. Only one instance is open at a time in a process. Every coroutine
-    raises NvmlError if the driver answers with an error or does not answer within `timeout_seconds`, NvmlAbsent if there is no driver,
-    and DriverMismatchError if only a new process can continue. A GPU that answers with an error, or not in time, does not affect the
-    readings of the other GPUs. Changes of MIG have a longer timeout of their own, and other calls about the GPU wait until they end.
-    `cgroup_root` is where cgroup v2 is mounted. `unreported_memory_bytes`: the memory that is assumed for each GPU for which the driver
-    reports none.
+    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
+    driver, and DriverMismatchError if only a new process can continue. An error or a hang of one GPU does not affect readings of others.
+    Changes of MIG have a longer timeout, and other calls about the GPU wait until they end.
+
+    `library_path`: None lets the system's loader find libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted.
+    `unreported_memory_bytes`: the assumed memory of a GPU for which the driver reports none.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Nvml(Session):
         self._utilization = ProcessUtilization()
 
     async def snapshot(self) -> NodeSnapshot:
-        """All GPUs, the connections between them, and the versions. A GPU that can't be described is only in `failures`."""
+        """All GPUs, their connections, and the versions. A GPU that can't be described is only in `failures`."""
         node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
         seen = dict(self._seen)
 
@@ -155,8 +158,7 @@ class Nvml(Session):
         return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
 
     async def _read_levels(self, gpus: Sequence[DescribedGpu], driver_version: str | None) -> dict[frozenset[int], Level]:
-        """The PCIe levels that can be read, by pair of indices. If a call hangs, the remaining pairs are not read, since the calls about
-        them could hang too."""
+        """The PCIe levels that can be read, by pair of indices. After a call that hangs, no further pair is read: it could hang too."""
         levels: dict[frozenset[int], Level] = {}
         for number, one in enumerate(gpus[1:], start=1):
             read = partial(read_levels, self._binding, one, gpus[:number], driver_version)
@@ -167,7 +169,7 @@ class Nvml(Session):
         return levels
 
     async def read(self, *, utilization: bool = False) -> Reading:
-        """The GPUs' current use and health; with `utilization` also the use by each process since the previous reading."""
+        """The current use and health of the GPUs. `utilization`: also each process's use since the previous reading."""
         if not utilization:
             self._utilization.forget()
         of_processes = self._utilization if utilization else None
@@ -186,7 +188,7 @@ class Nvml(Session):
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """Reads only the health; the result is as `health` in `Reading`."""
+        """Reads only the health; the result is like `health` in `Reading`."""
         return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
 
     def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
@@ -199,22 +201,22 @@ class Nvml(Session):
         return readings
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or if the call fails or hangs."""
+        """The processes with a context on the GPU; None if the driver does not list them, or if the call fails or hangs."""
         try:
             return await self._on_gpu(uuid, lambda gpu: read_processes(self._binding, gpu))
         except (CallError, GpuHangs):
             return None
 
     async def compute_mode(self, uuid: str) -> int:
-        """The GPU's compute mode, as NVML numbers it: 0 default, 2 prohibited, 3 exclusive process."""
+        """The GPU's compute mode in NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
         return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
 
     async def set_compute_mode(self, uuid: str, mode: int) -> None:
-        """Needs root. The mode stays until another one is set, or the driver is reloaded."""
+        """Needs root. The mode stays until another one is set or the driver is reloaded."""
         await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
 
     async def gpu_with_memory_limits(self) -> str:
-        """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with the reason and the remedy."""
+        """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with reason and remedy."""
         obstacle: str | None = "the driver shows no GPU"
         for index in range(self._count):
             try:
@@ -228,23 +230,25 @@ class Nvml(Session):
         raise NvmlError(obstacle)
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
-        """Limits the GPU memory of the processes of a cgroup (its folder's full path); see MemoryLimit. Needs root."""
+        """Limits the GPU memory of a cgroup's processes. `cgroup`: the folder's full path. Needs root; see MemoryLimit."""
         await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, soft_bytes, hard_bytes))
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def enable_mig(self, uuid: str) -> None:
-        """Enables the GPU's MIG mode if it is disabled. Needs root. If the driver needs a reset of the GPU first, the NvmlError says so."""
+        """Enables the GPU's MIG mode. Needs root. The NvmlError says so if the driver needs a reset of the GPU first."""
         await self._change_mig(uuid, lambda _: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
-        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root. Before it raises NvmlError it
-        destroys what it has created; after a timeout the driver may still create the MIG device."""
+        """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root.
+
+        Before it raises NvmlError it destroys what it has created. After a timeout the driver may still create the MIG device.
+        """
         return await self._change_mig(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
-        """The MIG devices of the GPU now; none while MIG mode is off."""
+        """The GPU's MIG devices; empty while MIG mode is off."""
 
         def read(gpu: Handle) -> tuple[MigInstance, ...]:
             return read_mig_instances(self._binding, gpu) if read_mig_enabled(self._binding, gpu) else ()
@@ -252,8 +256,10 @@ class Nvml(Session):
         return await self._on_gpu(uuid, read)
 
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
-        """Destroys the MIG device `instance` (its UUID) of the GPU; does nothing if it does not exist. Needs root. If processes use it,
-        the NvmlError has their pids."""
+        """Destroys the GPU's MIG device with the UUID `instance`, if it exists. Needs root.
+
+        If processes use the device, the NvmlError has their pids.
+        """
         processes_of = partial(read_processes, self._binding)
         await self._change_mig(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance, processes_of))
 

@@ -1,4 +1,4 @@
-"""Passes snapshots, samples and health of the GPUs from the driver to the agent's state and its history."""
+"""Passes snapshots, samples and health of the GPUs from the driver to the agent's state and history."""
 
 import asyncio
 import os
@@ -24,17 +24,17 @@ log = structlog.get_logger(__name__)
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
-#: Codes of the entries that this module adds to the history; gpumgr.agent.maintenance adds the entries of maintenance.
+#: Codes of this module's history entries; gpumgr.agent.maintenance adds the entries of maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
 class HardwareEvents:
-    """Implements driver.monitor.NodeListener. `device_root`: the folder of device nodes. `simulated`: the GPUs have no device nodes, so
-    none is missing. `own_pids` gets the processes on GPUs (pid -> start time) and returns the pids of gpumgr's own, which are left out of
-    the samples that are passed on; it runs on a thread.
+    """Implements driver.monitor.NodeListener.
 
+    `device_root`: the folder of device nodes. `simulated`: the GPUs have no device nodes, so none is missing.
     `before_snapshot` is awaited before the GPUs of a snapshot are offered. `on_sample` is awaited after each sample, with the start times
-    of the processes in it (pid -> clock ticks since boot).
+    of its processes (pid -> clock ticks since boot). `own_pids` gets these start times on a thread and returns the pids of gpumgr's own
+    processes, which are left out of the sample.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HardwareEvents:
         self._before_snapshot, self._on_sample, self._own_pids = before_snapshot, on_sample, own_pids
         #: Set at the driver's first answer or error.
         self.known = asyncio.Event()
-        #: Set after each sample was evaluated.
+        #: Set when a sample was evaluated.
         self.sampled = asyncio.Event()
         #: Whether the driver answers, and the reason if it does not.
         self.driver_up = False
@@ -63,11 +63,11 @@ class HardwareEvents:
         self.sampled_at: float | None = None
         self._health: Mapping[str, GpuHealth] = {}
         self._nodeless: Mapping[str, str] = {}
-        #: UUID -> code of the latest entry of each unhealthy GPU; None: the history has not been read yet.
+        #: UUID -> code of the latest history entry of each unhealthy GPU; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
         #: Indices of the GPUs that the driver could not describe at the last check; None before the first check.
         self._nameless: frozenset[int] | None = None
-        #: The last logged reason why MIG devices can't be offered.
+        #: The reason, as last logged, why MIG devices can't be offered.
         self._mig_obstacle: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -100,7 +100,6 @@ class HardwareEvents:
         self.sampled.set()
 
     def _look_up(self, pids: Collection[int]) -> tuple[Mapping[int, int], frozenset[int]]:
-        """The start times of the processes that run, and the pids among them that are gpumgr's own."""
         started = self._processes.start_times(pids)
         return started, frozenset(self._own_pids(started))
 
@@ -129,8 +128,10 @@ class HardwareEvents:
         )
 
     def _add_to_history(self) -> None:
-        """Adds an entry when a GPU becomes lost or unhealthy, or is back. MIG mode is a setting and gets no entry. Maintenance adds the
-        entries of a cordoned GPU, which counts as back only after it is uncordoned. Only GPUs in the ledger's registry get entries."""
+        """Adds an entry when a GPU of the ledger's registry becomes lost or unhealthy, or is back.
+
+        MIG mode is a setting and gets no entry. Maintenance adds the entries of a cordoned GPU; it is back only after it is uncordoned.
+        """
         agent_state = self._agent_state
         if self._reported is None:
             self._reported = _reported_before(agent_state.history.entries(), agent_state.ledger.gpu_registry)
@@ -145,7 +146,7 @@ class HardwareEvents:
                 code, why = "unhealthy", self._nodeless[uuid]
             elif health is not None and health.cordon_reason is not None:
                 continue
-            elif before is not None and uuid in shown:  # the driver has listed it since the start, so its state is known
+            elif before is not None and uuid in shown:  # only a GPU that the driver has listed since the start has a known state
                 code, why = "back", "it is healthy again and takes pods"
             else:
                 continue
@@ -157,7 +158,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds one entry for each GPU that the driver lists but cannot describe. A restart does not repeat the entry."""
+        """Adds one entry for each GPU that the driver lists but can't describe. A restart does not repeat the entry."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {
@@ -168,15 +169,14 @@ class HardwareEvents:
         self._nameless = frozenset(nameless)
 
     def _report_obstacle(self) -> None:
-        """Logs why the strategy `single` can't offer MIG devices, whenever the reason changes."""
+        """Logs why the strategy `single` can't offer MIG devices, when the reason changes."""
         inventory, before = self._agent_state.inventory, self._mig_obstacle
         self._mig_obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
         if self._mig_obstacle and self._mig_obstacle != before:
             log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
 
     def _check_device_nodes(self, snapshot: NodeSnapshot) -> None:
-        """Finds the GPUs without a device node, and logs changes. Such a GPU cannot be given to a container, even if NVML reports it as
-        healthy."""
+        """Finds the GPUs without a device node; a container can't use such a GPU, even if NVML reports it as healthy."""
         missing = {}
         for gpu in snapshot.gpus:
             path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
@@ -213,7 +213,6 @@ def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
 
 
 def _why(health: GpuHealth) -> str:
-    """The reason as a sentence for users. For a GPU in probation (it works again, but is not offered yet) the sentence begins with
-    "recovering, was"."""
+    """The reason as a sentence for users. In probation the GPU works again but is not offered yet, so the sentence begins differently."""
     why = health.message or str(health.reason)
     return f"recovering, was: {why}" if health.state == "probation" else why

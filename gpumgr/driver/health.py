@@ -8,9 +8,8 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered until it is uncordoned, in any state; readings still change its state. When it is uncordoned, a healthy or
-suspect GPU starts in probation. XIDs that applications cause are ignored (the list of NVIDIA's device plugin). After DOUBTFUL_XIDS a GPU
-may still work, so these XIDs count as doubtful; all other XIDs are certain faults.
+A cordoned GPU is not offered in any state; readings still change its state. When it is uncordoned, a healthy or suspect GPU starts in
+probation. XIDs (NVIDIA's error numbers) that applications cause are ignored, DOUBTFUL_XIDS are doubtful, all others are certain faults.
 """
 
 from collections.abc import Mapping
@@ -53,7 +52,7 @@ _RECOVERY_ACTIONS: Final = {
 
 
 class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
-    """`good_readings` in a row make a GPU healthy again, `doubtful_readings` in a row unhealthy. `ignored_xids` None ignores all."""
+    """`good_readings` in a row make a GPU healthy again, `doubtful_readings` in a row unhealthy. `ignored_xids` None: all are ignored."""
 
     ignored_xids: frozenset[int] | None = APPLICATION_XIDS
     good_readings: int = 3
@@ -61,11 +60,8 @@ class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`reason` is one of few labels, `message` a sentence, `since` the time (seconds of the caller's clock) when `state` began.
-
-    `streak`: how many readings in a row were doubtful (in suspect) or good (in probation). `cordon_reason`: why an operator cordoned the
-    GPU (None: it is not cordoned).
-    """
+    """`since`: when `state` began, in seconds of the caller's clock. `streak`: how many readings in a row were doubtful (in suspect) or
+    good (in probation). `cordon_reason`: why an operator cordoned the GPU (None: it is not cordoned)."""
 
     state: State
     reason: Reason | None = None
@@ -81,17 +77,17 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offered(self) -> bool:
-        """Whether the kubelet may allocate this GPU."""
+        """Whether the kubelet may allocate the GPU."""
         return self.healthy and self.cordon_reason is None
 
     @property
     def effective_reason(self) -> Reason | None:
-        """Why the GPU is not offered, or is suspect. A fault takes precedence over a cordon."""
+        """Why the GPU is suspect or not offered. A fault precedes a cordon."""
         return self.reason if self.cordon_reason is None or not self.healthy else "operator"
 
 
 class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU answered. A value that the driver does not report is None. `mig_instances`: UUIDs of the GPU's MIG devices."""
+    """The GPU answered. None: the driver does not report the value. `mig_instances`: UUIDs of the GPU's MIG devices."""
 
     mig_enabled: bool | None = None
     mig_instances: tuple[str, ...] = ()
@@ -100,15 +96,14 @@ class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU answered with an error, is missing, or NVML as a whole is down. The reason "error" is a doubtful fault, other reasons are
-    certain."""
+    """The GPU answered with an error or is missing, or NVML as a whole is down. Only the reason "error" is a doubtful fault."""
 
     reason: Reason
     message: str
 
 
 class Xid(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver reported an error with this number of NVIDIA's list. `gpu_instance`: the number of the GPU instance that the error
+    """The driver reported an error. `number` is from NVIDIA's list of XIDs. `gpu_instance`: the GPU instance (MIG) that the error
     concerns, if the driver names one."""
 
     number: int
@@ -123,7 +118,7 @@ Observation = HealthReading | Failed | Xid | DoubleBitError
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What an observation means: a certain fault, a doubtful one (not `certain`), or a GPU that works (`reason` None)."""
+    """What an observation means: a certain fault, a doubtful fault, or a GPU that works (`reason` None)."""
 
     reason: Reason | None = None
     message: str = ""
@@ -136,7 +131,7 @@ def new_health(now: float, cordon_reason: str | None = None) -> GpuHealth:
 
 
 def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
-    """The health when an operator returns the GPU to service. A GPU that works is observed for a while before it is offered."""
+    """The health after an operator returns the GPU to service. A GPU that works starts in probation."""
     after = replace(health, cordon_reason=None)
     if health.cordon_reason is None or not health.healthy:
         return after
@@ -144,14 +139,13 @@ def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The health after this observation. `now` is only stored as the time of a change: any clock, but the same for all calls."""
+    """The health after this observation. `now` is any clock, the same for all calls; it is only stored as the time of a change."""
     rules = rules or HealthRules()
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
-        # Apart from MIG mode the reading is good. It counts towards the end of the earlier fault, which must end before "mig" is the
-        # reason.
+        # Apart from MIG mode the reading is good, so it counts towards the end of the earlier fault. Only then "mig" is the reason.
         health = _improve(health, now, rules)
         if not health.healthy:
             return health
@@ -163,8 +157,10 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
 def step_mig_devices(
     faulty: Mapping[str, GpuHealth], readings: Mapping[str, Observation | None], now: float, rules: HealthRules
 ) -> dict[str, GpuHealth]:
-    """The MIG devices that still have a fault of their own, after these readings of all GPUs. A MIG device that no GPU has is dropped,
-    unless a GPU did not answer."""
+    """The MIG devices that still have a fault of their own, after these readings of all GPUs.
+
+    A MIG device that no GPU has is dropped, but only if all GPUs answered.
+    """
     answers = [each for each in readings.values() if isinstance(each, HealthReading)]
     left: dict[str, GpuHealth] = {}
     for uuid, health in faulty.items():
@@ -177,7 +173,7 @@ def step_mig_devices(
 
 
 def _judge(observation: Observation, rules: HealthRules) -> _Verdict | None:
-    """What the observation means; None = it changes nothing."""
+    """What the observation means; None: it changes nothing."""
     match observation:
         case Xid(number=number):
             if rules.ignored_xids is None or number in rules.ignored_xids:
@@ -197,7 +193,7 @@ def _judge_reading(reading: HealthReading) -> _Verdict:
         need = _RECOVERY_ACTIONS.get(reading.recovery_action, f"recovery action {reading.recovery_action}")
         return _Verdict("reset", f"the driver asks for {need}")
     if reading.double_bit_errors and reading.recovery_action is None:
-        # Only a reset sets the count to zero. A driver with recovery actions reports whether a reset is needed, so its count is ignored.
+        # Only a reset clears the count. A driver with recovery actions reports whether a reset is needed, so its count is ignored.
         return _Verdict(
             "ecc", f"{reading.double_bit_errors} uncorrectable memory errors since the driver was loaded: a GPU reset is needed"
         )

@@ -1,9 +1,7 @@
-"""MIG: reads the mode, the MIG devices and the profiles of a GPU; turns the mode on; creates and destroys MIG devices. The functions are
-synchronous; the worker's thread calls them. Changes need root.
+"""MIG: reads the mode, the MIG devices and the profiles of a GPU; enables the mode; creates and destroys MIG devices. All functions block.
 
-A MIG device is a compute instance in a GPU instance. Here the compute instance always has the whole GPU instance. If a step fails, a GPU
-instance without a compute instance may be left. It is not a MIG device, but occupies memory slices, so it is destroyed when a new MIG
-device needs them.
+A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. If a step fails, a GPU instance without a
+compute instance may be left. It occupies memory slices, so it is destroyed when a new MIG device needs them.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".
@@ -20,16 +18,16 @@ from gpumgr.driver.binding import INSUFFICIENT_RESOURCES, INVALID_ARGUMENT, NOT_
 from gpumgr.placement.devices import GpuProcess, MigInstance, MigProfile
 
 _GIB: Final = 1 << 30
-#: The memory of a GPU that supports MIG is divided into eight slices.
+#: A GPU that supports MIG has eight memory slices.
 _MEMORY_SLICES: Final = 8
-#: NVML_GPU_INSTANCE_PROFILE_COUNT of driver 615; a driver refuses the numbers that it does not know.
+#: NVML_GPU_INSTANCE_PROFILE_COUNT of driver 615; a driver refuses numbers that it does not know.
 _GPU_INSTANCE_PROFILES: Final = 18
-#: NVML's numbers (NVML_GPU_INSTANCE_PROFILE_*) of the standard profiles. Variants with more or fewer engines, such as +me, have other
-#: numbers. Numbers 0 to 6 have 1, 2, 3, 4, 7, 8 and 6 slices; 9 has 1 slice and more memory.
+#: The standard profiles (NVML_GPU_INSTANCE_PROFILE_*): 0 to 6 have 1, 2, 3, 4, 7, 8 and 6 slices; 9 has 1 slice and more memory. Variants
+#: with more or fewer engines, such as +me, have other numbers.
 _PLAIN_PROFILES: Final = frozenset({0, 1, 2, 3, 4, 5, 6, 9})
 _PLAIN_NAME: Final = re.compile(r"\d+g\.\d+gb")
 _ENABLE: Final = 1
-#: NVML's numbers of the compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; higher numbers are variants with other engines.
+#: NVML's compute instance profiles of 1, 2, 3, 4, 7, 8 and 6 slices; higher numbers are variants with other engines.
 _COMPUTE_PROFILES: Final = 7
 _SHARED_ENGINES: Final = 0
 
@@ -41,13 +39,13 @@ class Placement(ctypes.Structure):
 
 
 def memory_slices(place: Any) -> int:
-    """The memory slices of a Placement, slice n as bit n."""
+    """The memory slices of a Placement: slice n is bit n."""
     return (1 << int(place.size)) - 1 << int(place.start)
 
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A context manager: if the driver answers that the object of a call does not exist, the block ends there, without an error."""
+    """A context manager that ends its block, without an error, when the driver answers that an object does not exist."""
     try:
         yield
     except CallError as exc:
@@ -62,8 +60,7 @@ def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
 
 
 def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
-    """UUID -> handle, for each MIG device of a GPU in MIG mode, in the order of NVML's index, which may have holes. Raises CallError if the
-    GPU fails."""
+    """UUID -> handle of each MIG device of a GPU in MIG mode, by NVML's index. The index may have holes. Raises CallError."""
     handles = {}
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
         with unless_gone():
@@ -73,8 +70,7 @@ def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
 
 
 def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
-    """The MIG devices of a GPU in MIG mode, by NVML's index. A device that is destroyed during the reading is left out. Raises CallError if
-    the GPU fails."""
+    """The MIG devices of a GPU in MIG mode, by NVML's index, without a device that is destroyed in the meantime. Raises CallError."""
     instances = []
     for handle in read_mig_handles(nvml, gpu).values():
         with unless_gone():
@@ -83,7 +79,7 @@ def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
 
 
 def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance:
-    """The MIG device with this handle. Raises CallError."""
+    """Raises CallError."""
     attributes = nvml.call("nvmlDeviceGetAttributes_v2", handle)
     memory_bytes = int(attributes.memorySizeMB) << 20
     # The name is like "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; before driver 470 it has no profile.
@@ -105,17 +101,17 @@ def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance
 
 
 def _read_memory_slices(nvml: Binding, gpu: Handle, gpu_instance: int) -> int:
-    """The memory slices of a GPU instance, slice n as bit n; 0 = the driver does not report them."""
+    """The slices of a GPU instance: slice n is bit n; 0 = not reported."""
     handle = nvml.ask("nvmlDeviceGetGpuInstanceById", gpu, gpu_instance)
     info = None if handle is None else nvml.ask("nvmlGpuInstanceGetInfo", handle)
     return 0 if info is None else memory_slices(info.placement)
 
 
 def read_profile_infos(nvml: Binding, gpu: Handle) -> Iterator[tuple[int, Any]]:
-    """NVML's number and description (nvmlGpuInstanceProfileInfo_t or _v2_t) of each GPU instance profile of the GPU."""
+    """Yields NVML's number and nvmlGpuInstanceProfileInfo_t (or _v2_t) of each GPU instance profile."""
     for number in range(_GPU_INSTANCE_PROFILES):
         with unless_gone():
-            # The second version has the name; older drivers (470) have the first one only.
+            # The second version has the name; older drivers (470) have only the first.
             info = nvml.ask("nvmlDeviceGetGpuInstanceProfileInfo", gpu, number)
             if info is None:
                 info = nvml.ask("nvmlDeviceGetGpuInstanceProfileInfo", gpu, number, 1)
@@ -124,8 +120,7 @@ def read_profile_infos(nvml: Binding, gpu: Handle) -> Iterator[tuple[int, Any]]:
 
 
 def read_mig_profiles(nvml: Binding, gpu: Handle, total_bytes: int) -> tuple[MigProfile, ...]:
-    """The standard profiles (_PLAIN_PROFILES) of a GPU with `total_bytes` of memory; empty if the driver reports none. Works also while MIG
-    mode is off."""
+    """The standard profiles of a GPU with `total_bytes` of memory, even while MIG mode is off. Empty if the driver reports none."""
     profiles = []
     for number, info in read_profile_infos(nvml, gpu):
         memory_mebibytes, slices = int(info.memorySizeMB), int(info.sliceCount)
@@ -151,9 +146,10 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 
 
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
-    """The profile's name from its sizes. For the memory in the name, the profile's fraction of the GPU's memory is rounded up to a multiple
-    of 1/8, and multiplied by the GPU's memory in GiB. If `total_bytes` is 0 (not known), the name has the profile's own memory. Source:
-    go-nvlib, which NVIDIA's device plugin uses.
+    """The profile's name from its sizes. `total_bytes`: the GPU's memory, 0 = not known.
+
+    The name has the GPU's memory in GiB times the profile's part of it, which is rounded up to eighths. If `total_bytes` is 0, the name has
+    the profile's own memory. Source: go-nvlib, which NVIDIA's device plugin uses.
     """
     total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)
@@ -166,14 +162,14 @@ def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, tot
 
 
 def enable_mig(nvml: Binding, uuid: str) -> None:
-    """Turns the GPU's MIG mode on if it is off. Raises NvmlError, with the remedy if the driver needs a reset of the GPU first."""
+    """Enables the GPU's MIG mode. Raises NvmlError, with the remedy if the driver needs a reset of the GPU first."""
     enabled = nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu))
     if enabled is None:
         raise NvmlError(f"{uuid} has no MIG mode, or the driver does not report it")
     if enabled:
         return
     status = nvml.on_gpu(uuid, lambda gpu: nvml.call("nvmlDeviceSetMigMode", gpu, _ENABLE))
-    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # a new handle, since the driver may have detached the GPU
+    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # with a new handle: the driver may have detached the GPU
         raise NvmlError(
             f"MIG mode of {uuid} is not on yet ({nvml.call('nvmlErrorString', status)}): it needs a reset of the GPU. "
             "Drain it with `gpumgr gpu drain`, then reset it with `gpumgr gpu reset`"
@@ -181,14 +177,14 @@ def enable_mig(nvml: Binding, uuid: str) -> None:
 
 
 def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: int) -> MigInstance:
-    """Creates a MIG device of this profile at the memory slice `start`. Before it raises NvmlError it destroys what it has created."""
+    """Creates a MIG device at the memory slice `start`. Before it raises NvmlError it destroys what it has created."""
     instance = _create_gpu_instance(nvml, gpu, profile, Placement(start, profile.size))
     made = [("nvmlGpuInstanceDestroy", instance)]
     try:
         compute_profile = _compute_profile(nvml, instance, profile.slices)
         compute = nvml.call("nvmlGpuInstanceCreateComputeInstance", instance, compute_profile)
         made.append(("nvmlComputeInstanceDestroy", compute))
-        # `device` is the handle of the MIG device. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
+        # The info has the MIG device's handle. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
         return read_mig_instance(nvml, gpu, nvml.call("nvmlComputeInstanceGetInfo", compute).device)
     except NvmlError:
         for function, part in reversed(made):
@@ -200,8 +196,10 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
 def destroy_mig_instance(
     nvml: Binding, gpu: Handle, instance_uuid: str, processes_of: Callable[[Handle], tuple[GpuProcess, ...] | None]
 ) -> None:
-    """Destroys a MIG device of this GPU, and its GPU instance unless that has other MIG devices. Does nothing if the MIG device does not
-    exist. Raises NvmlError; if the MIG device has processes, the error has their pids, and nothing was destroyed."""
+    """Destroys a MIG device of this GPU if it exists, and its GPU instance unless that has other MIG devices.
+
+    Raises NvmlError. If processes use the MIG device, the error has their pids, and nothing was destroyed.
+    """
     if not read_mig_enabled(nvml, gpu):
         return
     devices = read_mig_handles(nvml, gpu)
@@ -233,7 +231,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys the GPU instances that overlap the memory slices of `place` and have no MIG device. Returns whether there was one."""
+    """Destroys the GPU instances without a MIG device that overlap `place`. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):
@@ -251,12 +249,11 @@ def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
 
 
 def _gpu_instances_of(nvml: Binding, devices: dict[str, Handle]) -> set[int]:
-    """The ids of the GPU instances of these MIG devices."""
     return {int(nvml.call("nvmlDeviceGetGpuInstanceId", device)) for device in devices.values()}
 
 
 def _compute_profile(nvml: Binding, instance: Handle, slices: int) -> int:
-    """The driver's id of the compute instance profile with all `slices` of a GPU instance."""
+    """The driver's id of the compute instance profile with all `slices` of the GPU instance."""
     for number in range(_COMPUTE_PROFILES):
         with unless_gone():
             info = nvml.ask("nvmlGpuInstanceGetComputeInstanceProfileInfo", instance, number, _SHARED_ENGINES, 1)

@@ -1,13 +1,12 @@
-"""Reads the GPUs through NVML for the agent: waits for the driver, takes samples, determines the health, and recovers from hangs and
-reloads of the driver.
+"""The loop that reads the GPUs through NVML: waits for the driver, takes samples, and determines the health.
 
 Invariants:
-* Without a driver the monitor waits, since one may be installed later. It logs this once for each outage.
+* Without a driver the monitor waits, since one may be installed later. It logs each outage once.
 * An error of one GPU affects only that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
-* A GPU that was listed once stays known: it is unhealthy ("missing") while it is not listed, and recovers when it returns.
+* A GPU that was listed once stays known. It is unhealthy ("missing") until it is listed again.
 * While the session is closed for another program, nothing is read and no health changes. This is no outage.
-* `run` raises only DriverMismatchError: a process can't load the library twice, so the agent must end. After other errors it tries again.
+* `run` raises only DriverMismatchError: a process can't load the library twice, so the agent must end.
 """
 
 import asyncio
@@ -41,38 +40,42 @@ from gpumgr.placement.devices import GpuProcess, NodeSample, NodeSnapshot, Topol
 
 log = structlog.get_logger()
 
-#: The longest sample period while someone waits for a sample.
+#: The longest sample period while a caller waits for a sample.
 _AWAITED_PERIOD_SECONDS: Final = 1.0
 
 
 class NodeListener(Protocol):
-    """Receives what the monitor reads. The monitor awaits each call before it goes on."""
+    """Receives what the monitor reads. The monitor waits for the end of each call."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at the start, and whenever the node's GPUs may have changed. By then `health_changed` was called with the health of these
-        GPUs, and of earlier GPUs that the snapshot lacks."""
+        """Called at the start, and whenever the node's GPUs may have changed.
+
+        Before it, `health_changed` was called with the health of these GPUs and of earlier GPUs that the snapshot lacks.
+        """
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called with the health of all GPUs, by UUID, whenever a state, a reason or a message has changed. A new GPU is in `health` before
-        `snapshot_taken` reports it. A MIG device is in `health` only while it has a fault that concerns no other GPU instance."""
+        """Called with the health of all GPUs, by UUID, when a state, a reason or a message has changed.
+
+        `health` also has each MIG device that has a fault of its own.
+        """
 
     async def sample_taken(self, sample: NodeSample) -> None:
-        """Called with one sample in each period."""
+        """Called once in each period."""
 
     async def driver_down(self, message: str) -> None:
-        """Called once for each outage, when NVML as a whole does not answer. The next `snapshot_taken` ends the outage."""
+        """Called once for each outage of NVML as a whole. The next `snapshot_taken` ends the outage."""
 
 
 class DriverMeter(Protocol):
     def xid(self, uuid: str | None, number: int) -> None:
-        """The driver reported an XID. `uuid` is None if the event names no GPU."""
+        """The driver reported an XID; `uuid` is None if the event names no GPU."""
 
     def batched(self, seconds: float) -> None:
         """A reading of all GPUs took this many seconds."""
 
 
 class Monitor:
-    """`run` it as one task. The other methods are for the same event loop."""
+    """`run` it as one task. The other methods must be called in the same event loop."""
 
     def __init__(
         self,
@@ -86,11 +89,9 @@ class Monitor:
         meter: DriverMeter | None = None,
         process_utilization: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`retry_seconds`: the first and the longest pause between two attempts to reach the driver, or GPUs that the driver does not
-        list. The pause doubles up to the longest value.
-
-        `load_kernel_modules` is called once for each outage without a driver; None leaves the kernel modules alone.
-        `process_utilization` is called before each sample, and returns whether the sample contains the utilization of each process.
+        """`retry_seconds`: the first and the longest pause between two attempts to reach the driver or missing GPUs; the pause doubles.
+        `load_kernel_modules` is called once for each outage without a driver. `process_utilization` returns whether the next sample
+        contains the utilization of each process.
         """
         self._process_utilization = process_utilization
         self._nvml = nvml
@@ -101,35 +102,34 @@ class Monitor:
         self._load_kernel_modules = load_kernel_modules
         self._meter = meter
         self._health: dict[str, GpuHealth] = {}
-        #: MIG devices with a fault that their GPU does not have.
+        #: MIG devices with a fault of their own, by UUID.
         self._mig_health: dict[str, GpuHealth] = {}
         self._published: dict[str, GpuHealth] = {}
         self._snapshot = NodeSnapshot(gpus=(), topology=Topology((), ()))
         self._cordons: dict[str, str] = {}
-        #: The GPUs for which a call was hanging at the last reading.
+        #: The GPUs with a hanging call at the last reading.
         self._hung: frozenset[str] = frozenset()
         self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
         self._down = False
-        #: Whether a new snapshot is due.
+        #: A new snapshot is due.
         self._stale = False
         self._wake = asyncio.Event()
-        #: How many callers wait for samples.
+        #: The number of callers that wait for samples.
         self._awaited = 0
 
     @property
     def health(self) -> dict[str, GpuHealth]:
-        """The health of every GPU that was ever listed, by UUID, and of each MIG device with a fault of its own."""
+        """The health of every GPU that was ever listed, and of each MIG device with a fault of its own, by UUID."""
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Applies these rules from the next reading on. If the monitor waits for a sample now, the new period counts from the
-        start of this wait."""
+        """Applies the rules from the next reading on. The new period also counts for a wait that has begun."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
     @contextmanager
     def sampling_soon(self) -> Iterator[None]:
-        """A context manager: while its block runs, the sample period is at most one second."""
+        """A context manager: in its block the sample period is at most one second."""
         self._awaited += 1
         if self._sample_period_seconds > _AWAITED_PERIOD_SECONDS:
             self._wake.set()
@@ -139,7 +139,7 @@ class Monitor:
             self._awaited -= 1
 
     def cordon(self, uuid: str, message: str) -> None:
-        """Takes this GPU out of service, even if it is not listed (yet)."""
+        """Takes the GPU out of service, even if it is not listed (yet)."""
         self._cordons[uuid] = message
         if uuid in self._health:
             self._health[uuid] = replace(self._health[uuid], cordon_reason=message)
@@ -153,30 +153,30 @@ class Monitor:
         self._wake.set()
 
     async def publish_health(self) -> None:
-        """Calls the listener if the health of a GPU differs from the health that was published last. Cordons are in force when this
-        returns."""
+        """Calls the listener if a health differs from the one published last. When it returns, cordons are in force."""
         before, health = self._published, self.health
         changed = [
             uuid for uuid in {**before, **health} if _published_parts(before.get(uuid)) != _published_parts(health.get(uuid))
         ]
         if changed:
             for uuid in changed:
-                # A MIG device that has lost its fault is not in `health`.
+                # A MIG device without a fault is not in `health`.
                 _log_change(uuid, before.get(uuid), health.get(uuid) or new_health(time.time()))
             self._published = health
             await self._listener.health_changed(health)
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU now; None if the driver does not list them, or the GPU answers with an error.
-        Raises NvmlError if the driver as a whole does not answer."""
+        """The processes with a context on the GPU; None if the driver does not list them, or the GPU answers with an error.
+
+        Raises NvmlError if the driver as a whole does not answer.
+        """
         return await self._nvml.processes(uuid)
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """A block in which this process has no session with the driver: samples and readings wait, and no health changes.
+        """A context manager: in its block this process has no session with the driver, readings wait, and no health changes.
 
-        Events of that time are lost; the first reading afterwards shows their effect. Raises NvmlError if a call hangs; then the session
-        has not been closed.
+        Events of that time are lost; the next reading shows their effect. Raises NvmlError if a call hangs; then the session stays open.
         """
         try:
             async with self._nvml.without_session():
@@ -185,7 +185,7 @@ class Monitor:
             self._stale = True  # events have to be registered again
 
     async def run(self) -> NoReturn:
-        """Runs until cancelled; uses the session if one is open already. Raises DriverMismatchError. The caller closes NVML."""
+        """Runs until cancelled; uses an open session. Raises DriverMismatchError. The caller closes NVML."""
         if not self._nvml.opened:
             await self._reach_driver()
         while True:
@@ -216,7 +216,7 @@ class Monitor:
             pause = min(pause * 2, longest)
 
     async def _mark_down(self, message: str) -> None:
-        """Marks all GPUs unhealthy, since NVML as a whole is down; logged and reported once for each outage."""
+        """Marks all GPUs unhealthy; logs and reports each outage once."""
         first, self._down = not self._down, True
         for uuid in self._health:
             self._observe(uuid, Failed(reason="nvml_down", message=message))
@@ -238,7 +238,7 @@ class Monitor:
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
             back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
-            # While MIG is changed (up to half a minute), a snapshot would wait; so only samples and health are read.
+            # A snapshot would wait while MIG is changed (up to half a minute), so only samples and health are read.
             if self._stale and not self._nvml.busy:
                 await self._take_snapshot()
             else:
@@ -250,7 +250,7 @@ class Monitor:
                 await self._take_snapshot(only_changed=True)
 
     async def _opened_again(self) -> bool:
-        """Opens the session again if NVML lacks GPUs and the last attempt is long enough ago. Returns whether it tried."""
+        """If NVML lacks GPUs and a retry is due, opens the session again. Returns whether it tried."""
         now = asyncio.get_running_loop().time()
         if now < self._relist_at:
             return False
@@ -268,7 +268,7 @@ class Monitor:
         return lacks
 
     async def _take_snapshot(self, *, only_changed: bool = False) -> None:
-        """Takes a snapshot, and passes it to the listener; with `only_changed` only if it differs from the last one."""
+        """Passes a new snapshot to the listener; with `only_changed` only if it differs from the last one."""
         self._stale = False
         before, snapshot = self._snapshot, await self._nvml.snapshot()
         failed = {failure.uuid for failure in snapshot.failures if failure.uuid is not None}
@@ -290,7 +290,7 @@ class Monitor:
             await self._listener.snapshot_taken(snapshot)
 
     def _judge(self, readings: Mapping[str, Observation | None]) -> None:
-        """Applies the readings. A GPU with the reading None keeps its health; a GPU without a reading is missing."""
+        """Applies the readings. With the reading None a GPU keeps its health; without a reading it is missing."""
         self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
@@ -300,7 +300,7 @@ class Monitor:
         self._mig_health = step_mig_devices(self._mig_health, readings, time.time(), self._rules)
 
     async def _pause(self) -> None:
-        """Waits until the next sample is due. If an event or an operator changes the health in the meantime, it is published at once."""
+        """Waits until the next sample is due. Health that an event or an operator changes is published at once."""
         begun = asyncio.get_running_loop().time()
         while True:
             period = min(self._sample_period_seconds, _AWAITED_PERIOD_SECONDS if self._awaited else math.inf)
@@ -313,8 +313,7 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Called for each event of the driver. An event that names no GPU concerns all GPUs; an event that names a GPU instance concerns
-        only the MIG devices of that instance."""
+        """Applies an event of the driver: to the MIG devices of the GPU instance that it names, otherwise to the GPU (None: to all)."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:
             devices = [each for gpu in self._snapshot.gpus if gpu.uuid == uuid for each in gpu.mig_instances]
@@ -337,7 +336,7 @@ class Monitor:
 
 
 def _log_change(uuid: str, before: GpuHealth | None, health: GpuHealth) -> None:
-    """Logs the changed health of a GPU, but not of a new GPU that is offered."""
+    """Logs the changed health of a GPU, but not a new GPU that is offered."""
     if before is not None or not health.offered:
         record = log.info if health.offered else log.warning
         record(

@@ -1,4 +1,4 @@
-"""Runs programs for what NVML can't do: modprobe loads the driver's kernel modules, and nvidia-smi resets a GPU."""
+"""Runs modprobe, which loads the driver's kernel modules, and nvidia-smi, which resets a GPU."""
 
 import asyncio
 import shutil
@@ -17,16 +17,13 @@ log = structlog.get_logger()
 
 
 async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
-    """Exit code and output. Raises OSError if the program can't be run, and TimeoutError (an OSError) if it was killed after the timeout.
-
-    The program has a session of its own, so that Ctrl-C in the agent's terminal does not end a reset.
-    """
+    """The exit code and the output. Raises OSError if the program can't be run, TimeoutError (an OSError) if it was killed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C in the agent's terminal must not end a reset
     )
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -37,8 +34,7 @@ async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
 
 
 async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: float = _MODPROBE_SECONDS) -> bool:
-    """Runs the command and returns whether it succeeded. A failure is logged; the usual causes are that no driver is installed or that
-    permission is missing."""
+    """Runs the command and returns whether it succeeded. A failure is logged."""
     text = " ".join(command)
     try:
         code, reason = await run_program(*command, timeout_seconds=timeout_seconds)
@@ -53,13 +49,13 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: The time limit of a reset. NVML's session may be closed for a minute; the other 15 s are for closing and reopening it.
+#: NVML's session may be closed for a minute; the other 15 s are for closing and reopening it.
 PROGRAM_SECONDS: Final = 45.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused. The program decides
-    whether the GPU can be reset alone (some GPUs with NVLink can't)."""
+    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused, for example
+    because the GPU can't be reset alone (some GPUs with NVLink)."""
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or set nvml.smi_program")
     async with monitor.without_session():

@@ -1,10 +1,9 @@
-"""Reads the use and the health of a GPU. The functions are synchronous; the worker's threads call them.
+"""Reads the use and the health of a GPU. All functions block.
 
-The utilization of each process is computed from the driver's samples. The driver returns samples newer than a given instant (microseconds
-of the wall clock), but none for a process that ran nothing. Its sampling period is a sixth of a second to a second (NVML's reference) and
-differs between processes of one GPU. A process without a new sample is either idle or was sampled just before, so its last value stays
-valid for one such period. Drivers are known to pad answers with entries that belong to no process, to report percentages of billions, and
-to repeat entries; the wall clock may be set back. Only plausible and new entries count.
+The utilization of a process is the mean of the driver's samples since the last reading. The driver has no samples of a process that ran
+nothing. Its sampling period is 1/6 s to 1 s (NVML's reference), so a process without a new sample keeps its last value for one period.
+Drivers are known to return entries of no process, percentages of billions, and repeated entries; the wall clock may be set back. So only
+plausible, new entries count.
 """
 
 import time
@@ -29,30 +28,29 @@ from gpumgr.driver.mig import read_mig_enabled, read_mig_handles
 from gpumgr.driver.worker import GpuHangs
 from gpumgr.placement.devices import GpuProcess, GpuSample
 
-#: The driver's longest sampling period. The first query for a GPU goes back by this time, too.
+#: The driver's longest sampling period; also how far the first query goes back.
 _PERIOD_MICROSECONDS: Final = 1_000_000
-#: The second function (driver 550 and newer) is used if the first one is not supported.
+#: The second function (driver 550 and newer) is used if the driver lacks the first.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
-#: The host's pid, the wall clock's microseconds, and percent of the time in which the process's kernels ran.
+#: (pid on the host, wall clock in microseconds, percent of the time in which the process's kernels ran).
 Sample = tuple[int, int, int]
 
 
 class UtilizationState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one GPU. `newest`: the instant of its newest sample. `values`: pid -> the mean ratio, and when it was read. Times are in
-    microseconds."""
+    """The state of one GPU. `newest`: the time of its newest sample. `values`: pid -> (mean ratio, when it was read). Times are
+    microseconds of the wall clock."""
 
     newest: int
     values: Mapping[int, tuple[float, int]] = msgspec.field(default_factory=dict)
 
     def since(self, now: int) -> int:
-        """The instant after which samples are new. If the clock was set back, an instant that is now in the future must not hide new
-        samples."""
+        """Samples after this instant are new. If the clock was set back, a `newest` in the future must not hide them."""
         return min(self.newest, now)
 
 
 def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> UtilizationState:
-    """The state after these samples. A process has the mean of its new samples; without new ones its last value, for one period."""
+    """The state after these samples."""
     since = state.since(now)
     new = {(pid, instant): percent for pid, instant, percent in samples if instant > since and 0 <= percent <= 100}
     percents: dict[int, list[int]] = {}
@@ -64,18 +62,18 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs, for the worker's threads: at most one thread at a time reads a GPU."""
+    """The state of all GPUs. At most one thread at a time reads a GPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}
 
     def read(self, nvml: Binding, uuid: str, handle: Handle) -> Mapping[int, float] | None:
-        """The utilization (0..1) by pid, without idle processes; None if the driver can't report it."""
+        """pid -> utilization (0..1), without idle processes; None if the driver can't report it."""
         now = int(time.time() * 1_000_000)
         before = self._states.get(uuid) or UtilizationState(newest=now - _PERIOD_MICROSECONDS)
         try:
             samples = nvml.list_first(_FUNCTIONS, handle, before.since(now))
-        except CallError:  # `errors` counts it; the sample lacks this value, and other calls show whether the GPU is lost
+        except CallError:  # counted in `errors`; other calls show whether the GPU is lost
             samples = None
         if samples is None:
             return None
@@ -84,7 +82,7 @@ class ProcessUtilization:
         return {pid: ratio for pid, (ratio, _) in after.values.items()}
 
     def forget(self) -> None:
-        """Drops the state, which is outdated after a pause."""
+        """Drops the state, which a pause makes outdated."""
         self._states.clear()
 
 
@@ -102,7 +100,7 @@ Listed = dict[int, int | None]
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read from a GPU, or the error with which the driver answered. `sample` None: only the health was read."""
+    """What was read from a GPU, or the driver's error. `sample` None: only the health was read."""
 
     uuid: str
     health: HealthReading | CallError
@@ -110,8 +108,10 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
-    """The health of the GPU and one sample. `utilization` None: the utilization of processes is not read. Raises CallError if the driver
-    gives no handle or UUID; later errors are in the result."""
+    """Reads the health and one sample; without `utilization`, the sample lacks the utilization of processes.
+
+    Raises CallError if the driver gives no handle or UUID; later errors are in the result.
+    """
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = nvml.call("nvmlDeviceGetUUID", handle)
     return GpuReading(
@@ -129,7 +129,7 @@ def _or_error(read: Callable[[], T]) -> T | CallError:
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
-    """A value for which the driver answers with an error is unknown. Raises CallError if the GPU is lost."""
+    """A value that the driver answers with an error is None. Raises CallError if the GPU is lost."""
     used, reserved = unless_failed(lambda: _read_memory(nvml, handle)) or (None, None)
     rates = unless_failed(lambda: nvml.ask("nvmlDeviceGetUtilizationRates", handle))
     milliwatts = unless_failed(lambda: nvml.ask("nvmlDeviceGetPowerUsage", handle))
@@ -156,8 +156,7 @@ def unless_failed(read: Callable[[], T | None]) -> T | None:
 
 
 def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
-    """Used and reserved bytes; None if the driver reports neither. The first version of the call has no reserved bytes: it counts them as
-    used."""
+    """Used and reserved bytes; None if the driver reports neither. The first version of the call counts reserved bytes as used."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
     if memory is not None:
         return int(memory.used), int(memory.reserved)
@@ -173,8 +172,10 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
 
 
 def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid, without their utilization; None if the driver doesn't list them, or if the list grew
-    too fast to be read. Raises CallError, even if only the list of MPS clients or of graphics processes fails."""
+    """All processes with a context on the GPU, by pid, without their utilization. Raises CallError if any list fails.
+
+    None if the driver doesn't list compute processes, or if a list grew too fast to be read.
+    """
     lists = [_read_list(nvml, functions, handle) for functions in (_COMPUTE, _MPS_CLIENTS, _GRAPHICS)]
     return _processes(lists, lambda _: None)
 
@@ -182,10 +183,9 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
 def _read_busy_processes(
     nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
 ) -> tuple[GpuProcess, ...] | None:
-    """As `read_processes`, with the utilization unless `utilization` is None. If a list fails it is left out; only a failure of the list of
-    compute processes is raised.
+    """Like `read_processes`, with the utilization if `utilization` is given. Only a failure of the compute list is raised.
 
-    The driver reports the utilization of an MPS server instead of its clients, so the utilization of a client is unknown.
+    The driver reports the utilization of an MPS server and not of its clients, so a client's is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
@@ -200,7 +200,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """Joins the lists. A process in several lists gets its memory from the first of them. None if the first list is None."""
+    """Joins the lists. A process in several lists has the memory of the first. None if the first list is None."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -211,19 +211,19 @@ def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float
 
 
 def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Listed | None:
-    """One of NVML's lists of processes: used bytes by pid. None if the driver does not have it."""
+    """pid -> used bytes; None if the driver does not have the list."""
     processes = nvml.list_first(functions, handle)
     return None if processes is None else {int(process.pid): process.usedGpuMemory for process in processes}
 
 
 def read_health(nvml: Binding, index: int) -> GpuReading:
-    """The health of the GPU. Raises CallError if the GPU fails."""
+    """Raises CallError if the GPU fails."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     return GpuReading(uuid=nvml.call("nvmlDeviceGetUUID", handle), health=_read_handle_health(nvml, handle))
 
 
 def _read_handle_health(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a GPU that fails answers with an error, even if it does not support this call
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU answers with an error even if it does not support this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,

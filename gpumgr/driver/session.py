@@ -1,4 +1,4 @@
-"""A session with the driver's library. Its calls are coroutines with a timeout, and never block the event loop."""
+"""A session with the driver's library: coroutines with a timeout that never block the event loop."""
 
 import asyncio
 import math
@@ -26,17 +26,20 @@ from gpumgr.driver.worker import GpuHangs, NvmlWorker, Subject
 
 _WAIT_MILLISECONDS: Final = 1000
 _PAUSE_SECONDS: Final = 1.0
-#: The driver's number for "no GPU instance" in an event.
+#: An event's number for "no GPU instance".
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID (None: the driver does not report which GPU) and the error.
+#: Called on the event loop with the GPU's UUID (None: not reported) and the error.
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
-    """Registers the GPU's XIDs and double-bit errors in the event set. Returns the address in the GPU's handle, or None if the driver has
-    no events for this GPU. After a CallError the set is unusable (NVML's documentation)."""
+    """Registers the GPU's XIDs and double-bit errors in the event set.
+
+    Returns the address in the GPU's handle, or None if the driver has no events for this GPU. After a CallError the set is unusable (NVML's
+    documentation).
+    """
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
@@ -52,9 +55,11 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 
 class EventThread:
-    """Waits for the events of one event set until `stop`. NVML's wait blocks and has no file descriptor, so it is called for short
-    intervals. Frees the set at the end. The thread is a daemon, so a wait that hangs delays nothing. `uuids`: address in the GPU's handle
-    -> UUID, of each GPU with events."""
+    """A daemon thread that waits for the events of one event set until `stop`, and then frees the set.
+
+    NVML's wait blocks and has no file descriptor, so it is called for short intervals. `uuids`: address in the handle -> UUID, of each GPU
+    with events.
+    """
 
     def __init__(self, nvml: Binding, event_set: Handle, uuids: Mapping[int, str], on_event: OnEvent) -> None:
         self._nvml, self._set, self.uuids, self._on_event = nvml, event_set, uuids, on_event
@@ -64,7 +69,7 @@ class EventThread:
         threading.Thread(target=self._run, name="nvml-events", daemon=True).start()
 
     async def stop(self, *, timeout_seconds: float) -> bool:
-        """Ends the thread and frees the set. False if the thread did not end in time: then NVML must not be shut down."""
+        """Returns False if the thread did not end in time. Then NVML must not be shut down."""
         self._stop.set()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -78,7 +83,7 @@ class EventThread:
             try:
                 data = self._nvml.call("nvmlEventSetWait", self._set, _WAIT_MILLISECONDS)
             except DriverDown:
-                break  # the driver and the set are gone; the next reading shows why
+                break  # the next reading shows why
             except NvmlError as exc:
                 if not (isinstance(exc, CallError) and exc.code == TIMEOUT):
                     self._stop.wait(_PAUSE_SECONDS)
@@ -106,13 +111,13 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long the event thread, and then NVML's shutdown, may take to end: short, so that a process that stops keeps its own deadline.
+#: Time limits for the event thread's end and for NVML's shutdown: short, so that a process that stops keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Session:
-    """One session with the driver's library: `open` first, `close` at the end. After a reload of the driver, `open` is called again.
+    """One session: `open` first, `close` at the end. After a reload of the driver, `open` is called again.
 
     No session begins or ends while a call is inside NVML.
     """
@@ -122,11 +127,11 @@ class Session:
         self._worker = NvmlWorker()
         self._timeout_seconds = timeout_seconds
         self._count = 0
-        #: The UUIDs of the GPUs of the last snapshot by NVML's index, as far as they are known.
+        #: NVML's index -> UUID of the last snapshot's GPUs, as far as known.
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
         self._opened = False
-        # Held while a session, or the wait for events, starts or ends, and while MIG is changed.
+        # Held while a session or the wait for events starts or ends, and while MIG is changed.
         self._session_lock = asyncio.Lock()
         self._session_open = asyncio.Event()
         self._session_open.set()
@@ -137,7 +142,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot would have to wait: a session or the wait for events starts or ends now, or MIG is changed."""
+        """Whether a snapshot would have to wait for the session's lock."""
         return self._session_lock.locked()
 
     @property
@@ -146,8 +151,10 @@ class Session:
         return dict(self._binding.errors)
 
     async def open(self) -> None:
-        """Loads the library and initialises NVML; closes an earlier session first. While a call about a GPU hangs, the earlier session
-        can't end: it continues if the driver still answers other calls."""
+        """Loads the library and initialises NVML; closes an earlier session first.
+
+        While a call about a GPU hangs, the earlier session can't end. Then it continues if the driver answers other calls.
+        """
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):
                 await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
@@ -161,9 +168,9 @@ class Session:
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """Ends the session for a block, so that another program can have exclusive access to a GPU; calls wait until the block ends.
+        """A context manager: in its block there is no session, so another program can have exclusive access to a GPU. Calls wait.
 
-        Then a session is opened again, without a watch for events. Raises NvmlError if a call hangs, since the session can't end then.
+        Afterwards a session is open again, without a watch for events. Raises NvmlError if a call hangs, since the session can't end then.
         """
         async with self._session_lock:
             self._session_open.clear()
@@ -176,33 +183,34 @@ class Session:
                 finally:
                     try:
                         await self._open_session()
-                    except NvmlError as error:  # no error is raised here: the next call raises the same one
+                    except NvmlError as error:  # the next call raises the same error
                         log.warning("nvml_not_reopened", reason=str(error))
             finally:
                 self._session_open.set()
 
     async def wait_for_session(self) -> None:
-        """Waits for the end of `without_session`, or of `open`."""
+        """Waits for the end of `without_session` or of `open`."""
         while not self._session_open.is_set():
             await self._session_open.wait()
 
     async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
         """Calls `on_event` on the event loop for each XID and double-bit error of the last snapshot's GPUs, until `close`.
 
-        Returns the UUIDs of GPUs for which the driver doesn't report errors.
+        Returns the UUIDs of the GPUs without events.
         """
         uuids = dict(self._seen)
         async with self._session_lock:
             before, self._events = self._events, await self._start_events(uuids, on_event)
-            if before is not None:  # the former thread is stopped only now, so that no event is lost between the two
+            if before is not None:  # stopped only now, so that no event is lost in between
                 await before.stop(timeout_seconds=_STOP_SECONDS)
             monitored = frozenset(self._events.uuids.values()) if self._events is not None else frozenset[str]()
         return frozenset(uuids.values()) - monitored
 
     async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
-        """Starts a thread that waits for the events of the GPUs with these indices; None if the driver has no events. If a GPU can't be
-        registered, the event set is unusable, and a new one without that GPU is made. While a call with the set hangs, the set is not
-        freed."""
+        """Starts a thread for the events of these GPUs; None if the driver has no events.
+
+        A refused GPU makes the event set unusable, so a new set is made without it. A set inside a hanging call is not freed.
+        """
         wanted = uuids.keys() - self._worker.stuck.keys()
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
@@ -218,7 +226,7 @@ class Session:
             wanted -= refused
 
     async def close(self) -> None:
-        """Ends the session and the threads. Does not wait for calls that hang: their threads stay until the process ends."""
+        """Ends the session and the threads. A thread with a hanging call stays until the process ends."""
         try:
             await self._close_session()
         finally:
@@ -238,13 +246,13 @@ class Session:
             await self._worker.call(self._binding.close, timeout_seconds=seconds)
 
     async def _stop_events(self) -> bool:
-        # A thread that does not end is kept: NVML must not be shut down while the thread waits inside.
+        # NVML must not be shut down while the thread waits inside, so a thread that does not end is kept.
         if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
             self._events = None
         return self._events is None
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:
-        """Returns what `fn` returns for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""
+        """Returns `fn`'s result for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""
         await self.wait_for_session()
         call, seconds = partial(self._binding.on_gpu, uuid, fn), timeout_seconds or self._timeout_seconds
         try:
@@ -259,8 +267,10 @@ class Session:
     async def _each(
         self, fn: Callable[[int], T], indices: Iterable[int] | None = None, *, wait_seconds: float = math.inf
     ) -> dict[int, T | NvmlError]:
-        """Calls `fn` for each GPU; returns index -> the result, or the error of this GPU. Raises errors of the driver as a whole. `indices`
-        None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each."""
+        """Calls `fn` for each GPU; returns index -> its result or the error of this GPU. Raises errors of the driver as a whole.
+
+        `indices` None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each.
+        """
         await self.wait_for_session()
         calls: dict[Subject, Callable[[], Any]] = {
             i: partial(fn, i) for i in (range(self._count) if indices is None else indices)

@@ -1,7 +1,6 @@
-"""Reads the GPUs of the node and their topology. The functions are synchronous, for the worker's threads. None = the driver does not
-report the value.
+"""Reads the GPUs of the node and their topology. All functions block. None = the driver does not report the value.
 
-A GPU that can't be described becomes a GpuFailure and is left out of the topology; errors of the driver as a whole are raised.
+A GPU that can't be described becomes a GpuFailure and is not in the topology. Errors of the driver as a whole are raised.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -18,8 +17,7 @@ from gpumgr.placement.devices import Gpu, GpuFailure, Level, NodeSnapshot, Topol
 
 _INTERNAL: Final = 0
 
-#: NVML's numbers in ascending order, with gpumgr's levels. NVML's names: 0 INTERNAL, 10 SINGLE, 20 MULTIPLE, 30 HOSTBRIDGE, 40 NODE, 50
-#: SYSTEM (nvml.h, nvmlGpuTopologyLevel_t).
+#: NVML's numbers in ascending order (nvml.h, nvmlGpuTopologyLevel_t: INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM).
 _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
     (_INTERNAL, Level.PSB),
     (10, Level.PIX),
@@ -31,13 +29,10 @@ _MEANINGS: Final[tuple[tuple[int, Level], ...]] = (
 
 
 def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | None) -> Level:
-    """The PCIe level of a pair of GPUs for the number that NVML gave.
+    """The PCIe level of a pair of GPUs for NVML's number. `on_same_board`: the pair is on one multi-GPU board; None = not reported.
 
-    `on_same_board`: whether the driver reports that this pair is on one multi-GPU board; None = it reports nothing. A number between two
-    known ones counts as the farther of the two levels; a number above all known ones counts as SYS.
-
-    INTERNAL is corrected to SINGLE in two cases: driver 396.26 reports INTERNAL for GPUs that the switch of a multi-GPU board joins, and a
-    driver may report it for GPUs on two boards.
+    A number between two known ones counts as the farther level, a number above all as SYS. INTERNAL can be wrong: driver 396.26 reports it
+    for GPUs that are joined by the switch of a multi-GPU board, and a driver may report it for GPUs on two boards.
     """
     if nvml_level == _INTERNAL and (driver_version == "396.26" or on_same_board is False):
         return Level.PIX
@@ -51,14 +46,14 @@ _GPU_CLASSES: Final = ("0x0300", "0x0302")
 
 
 class _Links(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a GPU's active NVLinks. `direct`: bus id of another GPU -> links to it. `fabric`: links into an NVSwitch fabric."""
+    """The numbers of a GPU's active NVLinks. `direct`: bus id of another GPU -> links to it. `fabric`: links to NVSwitches."""
 
     direct: Mapping[str, int] = msgspec.field(default_factory=dict)
     fabric: int = 0
 
 
 class DescribedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU with its handle, which is valid until the session ends, and its NVLinks."""
+    """A GPU, its handle (valid until the session ends) and its NVLinks."""
 
     gpu: Gpu
     handle: Handle
@@ -66,7 +61,7 @@ class DescribedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node(nvml: Binding, sysfs_root: Path) -> NodeSnapshot:
-    """A snapshot without GPUs. The CUDA version is the newest one that the driver supports."""
+    """A snapshot without GPUs."""
     return NodeSnapshot(
         gpus=(),
         topology=Topology((), ()),
@@ -85,8 +80,11 @@ def describe_gpu(
     seen: MutableMapping[int, str],
     unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
-    """The GPU with this index, or the failure if NVML can't describe it. `seen` maps indices to the UUIDs of earlier readings, for GPUs
-    that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: the memory of a GPU if the driver reports none."""
+    """The GPU with this index, or the failure if NVML can't describe it.
+
+    `seen` (index -> UUID) is for GPUs that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: the memory of a GPU
+    for which the driver reports none.
+    """
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
         seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
@@ -99,8 +97,8 @@ def describe_gpu(
 
 
 def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
-    """The PCI addresses of NVIDIA's display and 3D controllers, except virtual functions and devices that another driver uses (vfio-pci,
-    for virtual machines): NVML lists neither.
+    """The PCI addresses of NVIDIA's display and 3D controllers that NVML can list: no virtual functions, no devices of another driver
+    (vfio-pci, for virtual machines).
 
     Source: the kernel's sysfs-bus-pci ABI; class codes of the PCI Code and ID Assignment Specification.
     """
@@ -120,8 +118,7 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
 def with_gpus(
     node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Sequence[GpuFailure]
 ) -> NodeSnapshot:
-    """Adds to the snapshot these GPUs, their topology, and the `failures`. `levels` maps pairs of indices to levels; a missing pair counts
-    as SYS."""
+    """Adds these GPUs, their topology and the failures to the snapshot. `levels`: pair of indices -> level, without it SYS."""
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:
         return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
@@ -142,7 +139,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
     bus_id = None if pci is None else _short_bus_id(pci)
     numa_node, chain = (None, ()) if bus_id is None else read_pci_place(sysfs_root, bus_id)
     if numa_node is None:
-        # sysfs has the NUMA node with every driver; newer drivers report it even if sysfs is hidden.
+        # sysfs has the NUMA node with every driver; a newer driver reports it even if sysfs is hidden.
         numa_node = nvml.ask("nvmlDeviceGetNumaNodeId", handle)
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     memory_bytes = 0 if memory is None else int(memory.total)
@@ -163,7 +160,7 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
 
 
 def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
-    """A PCI device's NUMA node (None: not known) and its chain of parents, root complex first.
+    """A PCI device's NUMA node (None: not known) and its parents, root complex first.
 
     `bus_id` is spelled as in sysfs (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
     """
@@ -181,8 +178,7 @@ def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str
 
 
 def _short_bus_id(pci: Handle) -> str:
-    """The bus id as sysfs writes it. In NVML's form the domain has four or eight digits, in upper or lower case, depending on the
-    version."""
+    """The bus id as in sysfs. NVML's domain has four or eight digits in either case, depending on the version."""
     text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain or '0', 16):04x}:{rest.lower()}"
@@ -195,13 +191,13 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
         try:
             active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
             if active is None:
-                break  # the GPU has no link with this number: the one before was the last
+                break  # the link before was the last one
             if not active:
                 continue
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
                 fabric += 1
             elif (pci := nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)) is not None:
-                # If the driver can't report the type, a bus id of a GPU is enough; other ids match no GPU.
+                # If the type is not reported, a GPU's bus id is enough; other ids match no GPU.
                 bus_id = _short_bus_id(pci)
                 direct[bus_id] = direct.get(bus_id, 0) + 1
         except CallError as exc:
@@ -212,7 +208,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
-    """The number of NVLinks between two GPUs: the links that both ends report, and the fabric links that both have."""
+    """The NVLinks between two GPUs: the direct links that both ends report, and the fabric links that both have."""
     if one is other:
         return 0
     there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))
@@ -222,8 +218,10 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> dict[frozenset[int], Level]:
-    """The PCIe levels of this GPU to the others, by pair of indices, without pairs for which the driver answers with an error. A level that
-    the driver can't report is SYS."""
+    """The PCIe levels of this GPU to the others, by pair of indices, without pairs that the driver answers with an error.
+
+    A level that the driver can't report is SYS.
+    """
     levels = {}
     for other in others:
         with suppress(CallError):

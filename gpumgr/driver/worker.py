@@ -1,12 +1,11 @@
-"""Daemon threads on which every NVML call is made.
+"""Daemon threads that make all calls of NVML.
 
 Invariants:
 * Calls about one GPU run one after the other, and so do calls about the driver as a whole. None runs on the event loop.
-* Each call has its own time limit, which begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller
-  continues.
-* While a call about a GPU hangs, later calls about it fail at once. So a GPU that hangs keeps one thread, and does not delay other GPUs.
-* While calls return at once, one thread makes all of them: a thread for each GPU would take 0.4 % of a CPU more (16 GPUs, sampled every
-  second). Another thread starts when a call has to wait for the call about another GPU.
+* The time limit of a call begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller continues.
+* While a call about a GPU hangs, later calls about it fail at once, so a GPU that hangs keeps only one thread.
+* While calls return at once, one thread makes them all: a thread per GPU takes 0.4 % of a CPU more (16 GPUs, sampled every second).
+  Another thread starts when a call has to wait for the call about another GPU.
 * The threads are daemon threads, not threads of an executor, so a hung call does not delay the end of the process.
 """
 
@@ -24,7 +23,7 @@ from gpumgr.common.errors import NvmlError
 
 T = TypeVar("T")
 
-#: How long a call waits for a call about another GPU before it gets a thread of its own.
+#: How long a call waits for a call about another GPU before another thread starts.
 _PATIENCE_SECONDS: Final = 0.05
 
 #: NVML's index of a GPU; None = the driver as a whole.
@@ -32,7 +31,7 @@ Subject = int | None
 
 
 class GpuHangs(NvmlError):
-    """Calls about the GPU with the index `gpu` do not return. `name`: how the message names the GPU."""
+    """A call about the GPU with the index `gpu` does not return. `name` is for the message."""
 
     def __init__(self, gpu: int, name: str | None = None) -> None:
         super().__init__(f"the driver does not answer calls about {name or 'this GPU'}")
@@ -40,14 +39,14 @@ class GpuHangs(NvmlError):
 
 
 class GpuBusy(NvmlError):
-    """An earlier call about the GPU takes long, but is within its time limit."""
+    """An earlier call about the GPU has not ended, but is within its time limit."""
 
     def __init__(self) -> None:
         super().__init__("an earlier call about this GPU has not ended")
 
 
 class _Round(msgspec.Struct, eq=False):
-    """The jobs for which one caller waits together. `left`: how many of them have not ended."""
+    """The jobs of one caller. `left`: how many have not ended."""
 
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[None]
@@ -70,7 +69,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds for which the call has run, if that is longer than its limit; otherwise 0.0."""
+        """How long the call has run if it is over its limit, otherwise 0.0."""
         if self.started is None or self.ended:
             return 0.0
         running_seconds = time.monotonic() - self.started
@@ -78,7 +77,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class NvmlWorker:
-    """A thread starts with the first call; all end with `close`, as soon as their calls have returned (or with the process)."""
+    """The first call starts a thread. After `close`, each thread ends when its call has returned."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -89,7 +88,7 @@ class NvmlWorker:
 
     @property
     def stuck(self) -> Mapping[Subject, float]:
-        """GPU -> seconds for which a call about it has run; only calls over their time limit."""
+        """GPU -> how long a call about it has run; only calls over their time limit."""
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
@@ -105,10 +104,9 @@ class NvmlWorker:
     async def each(
         self, fns: Mapping[Subject, Callable[[], T]], *, timeout_seconds: float, wait_seconds: float = math.inf
     ) -> dict[Subject, T | NvmlError]:
-        """Calls all functions; returns for each GPU what its function returned, or the NvmlError that it raised (GpuHangs as in `call`).
-        Raises any other error of a function.
+        """Calls all functions; returns for each GPU the result, or the NvmlError that was raised (GpuHangs as in `call`).
 
-        The answer is GpuBusy if an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
+        GpuBusy: an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`. Other errors are raised.
         """
         loop = asyncio.get_running_loop()
         together = _Round(loop, loop.create_future(), len(fns))
@@ -125,7 +123,7 @@ class NvmlWorker:
         return {job.subject: self._answer(job) for job in jobs}
 
     async def finish(self, *, timeout_seconds: float) -> None:
-        """Waits for the end of all calls that have been made so far. Raises NvmlError if one does not end in time."""
+        """Waits for the end of all calls made so far. Raises NvmlError if one does not end in time."""
         subjects = {*self._running, *(job.subject for job in [*self._waiting])}
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -138,7 +136,7 @@ class NvmlWorker:
                 raise NvmlError(f"the session with the driver can't be ended: {about} hangs inside it")
 
     def close(self) -> None:
-        """Ends the threads after the calls that are queued."""
+        """Ends the threads after the queued calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -155,8 +153,10 @@ class NvmlWorker:
                 self._start()
 
     def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks the calls that are over their time limit, and starts a thread for calls that have waited too long for a thread. Returns in
-        how many seconds it must be called again; None if no call is left."""
+        """Marks calls over their time limit, and starts a thread if calls have waited too long for one.
+
+        Returns after how many seconds it must be called again; None if no call is left.
+        """
         now = time.monotonic()
         due: list[float] = []
         without_thread = False
@@ -183,7 +183,7 @@ class NvmlWorker:
         return min(due, default=None)
 
     def _withdraw(self, jobs: list[_Job]) -> None:
-        """Withdraws jobs that no caller waits for: a call that has not begun never begins."""
+        """A call that has not begun, and that no caller waits for, never begins."""
         with self._changed:
             for job in [job for job in jobs if job in self._waiting]:
                 self._waiting.remove(job)
@@ -219,7 +219,7 @@ class NvmlWorker:
             self._end(job)
 
     def _next(self) -> _Job | None:
-        """Waits for the next job; None if this thread is no longer needed and must end."""
+        """Waits for the next job; None if this thread must end."""
         with self._changed:
             while True:
                 for job in self._waiting:
