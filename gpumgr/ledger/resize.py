@@ -20,7 +20,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
     `most_bytes`: the highest limit that may be in force for a container on a GPU. `memory_mebibytes`: the memory that each GPU has now.
     `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource
-    (None: they can). `away`: the containers that are suspended, and do not ask for their resume."""
+    (None: they can). `away`: the containers that are suspended, and do not ask for their resume. `listed`: the runtime has answered."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     most_bytes: Callable[[Allocation, GpuName], int]
@@ -28,6 +28,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     most: Amounts
     obstacle: Callable[[tuple[str, ...], Resource], str | None]
     away: Collection[AllocationId] = ()
+    listed: bool = True
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
         """The MiB that the container uses on this GPU above what is guaranteed, as a burst does."""
@@ -41,7 +42,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Growth waits until the memory limit of another container on this GPU is lower."""
+    """Growth waits until the memory limit of another container on this GPU is lower; a lower limit, until the container is listed."""
 
     gpu: GpuName
     holder: Allocation
@@ -52,7 +53,8 @@ def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around:
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
-        _refuse_used(allocation, resized, around)
+        if (unlisted := _refuse_used(allocation, resized, around)) is not None:
+            return unlisted
         _refuse_above_most(ledger, allocation, resized, around)
         lent = dict[GpuName, int]()
         for gpu in allocation.gpus:
@@ -105,7 +107,7 @@ def _more(allocation: Allocation, resized: Allocation, gpu: GpuName) -> Amounts:
     return resized.limits_on(gpu).beyond(allocation.limits_on(gpu))
 
 
-def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundings) -> None:
+def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundings) -> Waits | None:
     """Refuses a change that the mechanisms can't make, and a memory limit below what is in use."""
     for gpu in allocation.gpus:
         before, after = allocation.limits_on(gpu), resized.limits_on(gpu)
@@ -119,12 +121,15 @@ def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundin
         if after.memory_mebibytes >= before.memory_mebibytes:
             continue
         used_bytes = around.used_bytes.get((allocation.id, gpu))
+        if used_bytes is None and not around.listed:
+            return Waits(gpu, allocation)
         if used_bytes is None:
             raise ValueError(f"how much memory it uses on GPU {gpu} is not known, so it can't get less")
         if used_bytes > after.memory_mebibytes << 20:
             raise ValueError(
                 f"it uses {-(-used_bytes >> 20)} MiB of GPU {gpu}, more than {after.memory_mebibytes} MiB; free memory in it first"
             )
+    return None
 
 
 def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocation, around: Surroundings) -> None:

@@ -133,8 +133,10 @@ class MemoryLimitWatcher:
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
         self.bursts.begin_evaluation(ledger, use)
-        obstacle, unsaved = self._backends.obstacle_to_change, self._unsaved
-        if await decide_resizes(self._agent_state, self._pods, self.bursts, use, obstacle=obstacle, unsaved=unsaved):
+        obstacle, unsaved, listed = self._backends.obstacle_to_change, self._unsaved, ownership.listed
+        if await decide_resizes(
+            self._agent_state, self._pods, self.bursts, use, obstacle=obstacle, unsaved=unsaved, listed=listed
+        ):
             ledger = self._agent_state.ledger
             shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
             use = join(ledger, sample, ownership.owners, index=index)

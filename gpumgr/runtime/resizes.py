@@ -37,10 +37,11 @@ async def decide_resizes(
     *,
     obstacle: Callable[[tuple[str, ...], Resource], str | None],
     unsaved: LogPace,
+    listed: bool,
 ) -> bool:
     """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
     containers use. `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how
-    often it is logged that a decision can't be saved."""
+    often it is logged that a decision can't be saved. `listed`: the runtime has ever answered."""
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
@@ -54,6 +55,7 @@ async def decide_resizes(
         most=Amounts(bursts.rule.max_growth_cores, bursts.rule.max_growth_memory_mebibytes),
         obstacle=obstacle,
         away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
+        listed=listed,
     )
     entries, waiting = list[HistoryEntry](), list[HistoryEntry]()
 

@@ -162,6 +162,24 @@ async def test_growth_waits_for_a_runtime_that_answers_late_after_a_restart() ->
     assert limits(node) == {"a": (50, 256), "t": (30, 1792)}
 
 
+async def test_less_memory_waits_for_it_too_since_what_is_in_use_is_not_known() -> None:
+    node = node_with(A)
+    node.set_timeout(0.01)
+    node.runtime.answers.clear()
+    containers, node.runtime.containers = node.runtime.containers, []
+    ask(node, "a", WEB, wants(mebibytes=256))
+    for _ in range(3):
+        await node.sampled(uses(a=100))
+    assert node.agent_state.ledger.allocations["a"].resize is None
+    assert [entry.code for entry in node.told] == ["GpuResizeWaits"]
+    node.runtime.containers = containers
+    node.runtime.answers.set()
+    for _ in range(4):
+        await breathe()
+        await node.sampled(uses(a=100))
+    assert limits(node) == {"a": (50, 256)}
+
+
 async def test_a_request_is_decided_once() -> None:
     node = node_with(A, T)
     ask(node, "a", WEB, wants(99))
