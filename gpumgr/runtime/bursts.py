@@ -284,6 +284,8 @@ class Bursts:
             if reach and others.missing_bytes(need_bytes, guaranteed_bytes, sum(reach.values())):
                 found = self._not_lowered(reach)
                 return f"the memory limit of {found[0]} can't be lowered: {found[1]}" if found else ""
+            if NOT_LISTED in self.in_force.obstacles.values():  # it is not known what the others use
+                guaranteed_bytes = 0
             if missing := others.missing_bytes(need_bytes, guaranteed_bytes):
                 return waits_for(missing, gpu, self._others_use(allocation, gpu))
         return None

@@ -464,6 +464,21 @@ async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another_and_ends
     assert not node.memory_watcher.suspensions._reported
 
 
+async def test_a_resume_waits_only_for_free_memory_while_the_runtime_has_listed_nothing() -> None:
+    """After a restart of the agent; what the other container uses is not known, and its limit can't be lowered."""
+    node = two()
+    node.set_timeout(0.01)
+    node.runtime.answers.clear()
+    node.runtime.containers = []
+    known = Suspension(state="suspended", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB}, asked_at=7.0)
+    node.agent_state.suspensions = {"a": known}
+    for _ in range(2):
+        await sampled(node, uses(a=0, t=1600), after_seconds=20.0)
+    assert state(node) == "suspended"
+    await sampled(node, uses(a=0, t=1024))
+    assert state(node) is None
+
+
 async def test_a_reason_is_saved_once_a_minute_and_an_event_only_in_other_words() -> None:
     half = {GPU: Amounts(1, 2048)}
     node = two(a=replace(A, limits=half), t=replace(T, limits=half))
