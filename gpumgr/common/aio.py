@@ -12,7 +12,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
@@ -21,7 +21,7 @@ import structlog
 
 T = TypeVar("T")
 
-#: `in_slices` lets other tasks run each time this has passed.
+#: `sliced` lets other tasks run each time this has passed.
 SLICE_SECONDS = 0.005
 #: A repeated bug is logged at most this often.
 LOG_SECONDS: Final = 60.0
@@ -32,14 +32,20 @@ _log = structlog.get_logger(__name__)
 _shielded: set[asyncio.Task[Any]] = set()
 
 
-async def in_slices(steps: Iterable[object]) -> None:
-    """Runs all steps. During a step no other task runs; between two steps other tasks run if SLICE_SECONDS have passed since they last
-    could."""
+async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yields the items. Before an item other tasks run if SLICE_SECONDS have passed since they last could."""
     began = time.perf_counter()
-    for _ in steps:
+    for item in items:
         if time.perf_counter() > began + SLICE_SECONDS:
             await asyncio.sleep(0)
             began = time.perf_counter()
+        yield item
+
+
+async def in_slices(steps: Iterable[object]) -> None:
+    """Runs all steps. Between two steps other tasks may run, as with `sliced`."""
+    async for _ in sliced(steps):
+        pass
 
 
 class LatestValue(Generic[T]):

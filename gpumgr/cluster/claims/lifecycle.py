@@ -3,7 +3,7 @@ set of values."""
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,36 +14,38 @@ from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.lifecycle import connections, run_together, this_replica
-from gpumgr.cluster.scheduler.metrics import process_families, process_values, scraped
+from gpumgr.cluster.scheduler.metrics import Samples, process_gauges, scraped
 from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
 from gpumgr.common.aio import persistently, run_until
 from gpumgr.common.prometheus_text import Family, counter, gauge, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
 
-_PROCESS: Final = process_families("claims", "writes")
-_TEMPLATES: Final = gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces.")
-_GATED: Final = gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota.")
-_REFUSED: Final = gauge("claims_refused_pods", "Pods with the gate that the quota of their namespace does not allow.")
-_WRITES: Final = counter(
-    "claims_writes_total",
-    "Requests that write, by object (template, gate, event, sweep: a template that is deleted) and outcome (ok, error).",
-    "object",
-    "outcome",
-)
-FAMILIES: Final = (*_PROCESS, _TEMPLATES, _GATED, _REFUSED, _WRITES)
+_PROCESS: Final = process_gauges("claims", "writes")
+_OWN: Final[Mapping[Family, Callable[[ClaimWatches, ClaimsController], Samples]]] = {
+    gauge("claims_templates", "ResourceClaimTemplates of gpumgr in all namespaces."): lambda watches, _: {
+        (): sum(each.managed for each in watches.templates.values())
+    },
+    gauge("claims_gated_pods", "Pods with the scheduling gate gpumgr.io/quota."): lambda watches, _: {
+        (): sum(each.gate is not None for each in watches.pods.values())
+    },
+    gauge("claims_refused_pods", "Pods with the gate that the quota of their namespace does not allow."): lambda _, controller: {
+        (): controller.refused
+    },
+    counter(
+        "claims_writes_total",
+        "Requests that write, by object (template, gate, event, sweep: a template that is deleted) and outcome (ok, error).",
+        "object",
+        "outcome",
+    ): lambda _, controller: {(about, outcome): controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
+}
+FAMILIES: Final = (*_PROCESS, *_OWN)
 
 
 def claims_routes(watches: ClaimWatches, controller: ClaimsController) -> Routes:
     async def scrape(_: web.Request) -> web.Response:
-        families: dict[Family, Mapping[tuple[str, ...], float]] = {
-            **process_values(_PROCESS, watches, leads=controller.leads),
-            _TEMPLATES: {(): sum(each.managed for each in watches.templates.values())},
-            _GATED: {(): sum(each.gate is not None for each in watches.pods.values())},
-            _REFUSED: {(): controller.refused},
-            _WRITES: {(about, outcome): controller.writes[about, outcome] for about in OBJECTS for outcome in OUTCOMES},
-        }
-        return scraped(render_all(families))
+        families = {family: read(watches, controller.leads) for family, read in _PROCESS.items()}
+        return scraped(render_all({**families, **{family: read(watches, controller) for family, read in _OWN.items()}}))
 
     return {"/metrics": ("metrics", scrape)}
 

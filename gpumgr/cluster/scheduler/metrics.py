@@ -23,6 +23,8 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, r
 VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
 OUTCOMES: Final = ("ok", "rejected", "error", "unavailable")
+#: Values of the labels -> value.
+Samples = Mapping[tuple[str, ...], float]
 #: Upper bounds in seconds, up to 2 s, which is httpTimeout in config/scheduler/kube-scheduler.yaml.
 _BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.0)
 
@@ -73,37 +75,26 @@ def scraped(families: Iterable[RenderedFamily]) -> web.Response:
     return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def process_families(process: str, leader: str) -> tuple[Family, ...]:
-    """The gauges of a process with watches and a Lease, for `process_values`. `leader`: what the leader does."""
-    return (
-        gauge(f"{process}_build_info", "Version of gpumgr and of Python; always 1.", "version", "python"),
-        gauge(f"{process}_leader", f"1 on the replica that {leader}."),
-        gauge(f"{process}_synced", "1 once all objects have been read."),
+def process_gauges(process: str, leader: str) -> Mapping[Family, Callable[[ClusterWatches, bool], Samples]]:
+    """The gauges of a process with watches and a Lease; the functions take whether it leads. `leader`: what the leader does."""
+    return {
+        gauge(f"{process}_build_info", "Version of gpumgr and of Python; always 1.", "version", "python"): lambda *_: {
+            (gpumgr.__version__, platform.python_version()): 1
+        },
+        gauge(f"{process}_leader", f"1 on the replica that {leader}."): lambda _, leads: {(): leads},
+        gauge(f"{process}_synced", "1 once all objects have been read."): lambda watches, _: {(): watches.synced},
         gauge(
             f"{process}_api_objects_unreadable", "Objects in the watches that can't be read; their last readable state is used."
-        ),
+        ): lambda watches, _: {(): watches.unreadable},
         gauge(
             f"{process}_api_silence_seconds",
             "Seconds since the API server last sent something or ended a watch at its normal end, by resource.",
             "resource",
-        ),
-    )
+        ): lambda watches, _: {(resource,): round(seconds, 1) for resource, seconds in watches.silences.items()},
+    }
 
 
-def process_values(
-    families: tuple[Family, ...], watches: ClusterWatches, *, leads: bool
-) -> dict[Family, Mapping[tuple[str, ...], float]]:
-    values: list[Mapping[tuple[str, ...], float]] = [
-        {(gpumgr.__version__, platform.python_version()): 1},
-        {(): leads},
-        {(): watches.synced},
-        {(): watches.unreadable},
-        {(resource,): round(seconds, 1) for resource, seconds in watches.silences.items()},
-    ]
-    return dict(zip(families, values, strict=True))
-
-
-_PROCESS: Final = process_families("scheduler", "answers kube-scheduler")
+_PROCESS: Final = process_gauges("scheduler", "answers kube-scheduler")
 FAMILIES: Final = (_SECONDS, *_PROCESS, _NODES, _PLACED, _ASSUMED, _WAITING, _GPUS, _CORES, _MEMORY)
 
 
@@ -127,9 +118,10 @@ class SchedulerMetrics:
         return scraped([*self._gauges(waiting, totals), *map(render_metric, self._registry.collect())])
 
     def _gauges(self, waiting: Counter[Kind | None], totals: Totals) -> Iterator[RenderedFamily]:
-        inventories = self._rows.inventories
-        families: dict[Family, Mapping[tuple[str, ...], float]] = {
-            **process_values(_PROCESS, self._watches, leads=self._leader()),
+        inventories = Counter(node.inventory for node in self._rows.nodes.values())
+        leads = self._leader()
+        families: dict[Family, Samples] = {
+            **{family: read(self._watches, leads) for family, read in _PROCESS.items()},
             _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): len(self._index.assumed)},

@@ -1,7 +1,7 @@
 """A row and sums for each node with GPUs, for the page and the metrics. Nodes are computed again only after a change."""
 
 import asyncio
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -9,14 +9,13 @@ import msgspec
 from gpumgr.cluster.core.node import NodeState, Totals, Used, summarize
 from gpumgr.cluster.scheduler.objects import WatchedNode
 from gpumgr.cluster.scheduler.watches import ClusterWatches
+from gpumgr.common.aio import in_slices, sliced
 from gpumgr.common.units import Amounts
 
-#: The number of nodes that are computed before the event loop serves other tasks.
-_COMPUTED: Final = 100
 _CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, True): 2}
 
 
-class _Node(msgspec.Struct, frozen=True):
+class NodeRow(msgspec.Struct, frozen=True):
     """`row` is the node's row of the page, as JSON. `sums`: what is free on its offered GPUs together."""
 
     row: msgspec.Raw
@@ -26,51 +25,35 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class NodeRows:
-    """The nodes with GPUs or an inventory, as of the last `refresh`."""
+    """`nodes`: the nodes with GPUs or an inventory by name, as of the last `refresh`."""
 
     def __init__(self, watches: ClusterWatches) -> None:
         self._index, self._watched = watches.index, watches.nodes
-        self._nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, NodeRow] = {}
         self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Computes the nodes that have changed in the index."""
         async with self._lock:
-            while self._index.changed:
-                for _ in range(min(_COMPUTED, len(self._index.changed))):
-                    self._update(self._index.changed.pop())
-                await asyncio.sleep(0)
+            await in_slices(self._updates())
 
-    def _update(self, name: str) -> None:
-        self._nodes.pop(name, None)
-        state, watched = self._index.node(name), self._watched.get(name)
-        if state is not None and watched is not None and (state.gpus or watched.inventory != "none"):
-            used = self._index.used(name)
-            row = msgspec.Raw(msgspec.json.encode(_row(state, used, watched)))
-            self._nodes[name] = _Node(row, *summarize(state, used), watched.inventory)
-
-    @property
-    def rows(self) -> list[msgspec.Raw]:
-        return [node.row for node in self._nodes.values()]
-
-    @property
-    def sums(self) -> dict[str, Amounts]:
-        """Name of the node -> what is free on its offered GPUs together."""
-        return {name: node.sums for name, node in self._nodes.items()}
+    def _updates(self) -> Iterator[None]:
+        while self._index.changed:
+            name = self._index.changed.pop()
+            self.nodes.pop(name, None)
+            state, watched = self._index.node(name), self._watched.get(name)
+            if state is not None and watched is not None and (state.gpus or watched.inventory != "none"):
+                used = self._index.used(name)
+                row = msgspec.Raw(msgspec.json.encode(_row(state, used, watched)))
+                self.nodes[name] = NodeRow(row, *summarize(state, used), watched.inventory)
+            yield
 
     async def totals(self) -> Totals:
         """The sums over all nodes."""
         totals = Totals()
-        for number, node in enumerate(list(self._nodes.values())):
-            if number % _COMPUTED == 0:
-                await asyncio.sleep(0)
+        async for node in sliced(list(self.nodes.values())):
             totals.update(node.totals)
         return totals
-
-    @property
-    def inventories(self) -> Counter[str]:
-        """How many nodes have each value of WatchedNode.inventory."""
-        return Counter(node.inventory for node in self._nodes.values())
 
 
 def _row(state: NodeState, used: Used, watched: WatchedNode) -> dict[str, Any]:

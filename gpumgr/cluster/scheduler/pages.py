@@ -99,7 +99,7 @@ class ClusterPages:
                 "synced": self._watches.synced,
                 "waiting": len(waiting),
                 "pods": [_row(*each) for each in shown],
-                "nodes": self._rows.rows,
+                "nodes": [node.row for node in self._rows.nodes.values()],
             }
         )
 

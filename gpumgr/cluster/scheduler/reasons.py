@@ -17,12 +17,9 @@ from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
-from gpumgr.common.aio import in_slices
+from gpumgr.common.aio import in_slices, sliced
 from gpumgr.common.units import Amounts
 
-#: The number of pods that are counted, or of nodes that are examined for a pod, before the event loop serves other tasks.
-_COUNTED: Final = 100
-_EXAMINED: Final = 20
 #: The most different requests of waiting pods that are examined.
 MAX_REQUESTS: Final = 48
 
@@ -33,20 +30,20 @@ class WaitingReasons:
     def __init__(self, watches: ClusterWatches, rows: NodeRows, policy: Policy) -> None:
         self._index, self._quotas, self._rows, self._policy = watches.index, watches.quotas, rows, policy
 
-    async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind] | None = None) -> tuple[Kind, str]:
+    async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind]) -> tuple[Kind | None, str]:
         """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the rows first. `known` stores
-        the results that do not depend on the namespace, for the next pods."""
+        the results that do not depend on the namespace, for the next pods; None: it has MAX_REQUESTS, and not this pod's."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
             return "quota", self._quotas.problem
-        known = {} if known is None else known
-        policy = pod.policy or self._policy
-        request = pod.request.without_cpu
+        request, policy = pod.request.without_cpu, pod.policy or self._policy
         if (kind := known.get((request, policy))) is None:
+            if len(known) == MAX_REQUESTS:
+                return None, ""
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
-            question, names = Question(self._index, request, policy, pod.namespace, keep=False), list(self._rows.sums)
+            question, names = Question(self._index, request, policy, pod.namespace, keep=False), list(self._rows.nodes)
             await in_slices(question.examine(names))
             if isinstance(within := question.rank(names), Rejection):
                 return "quota", within.text
@@ -56,44 +53,33 @@ class WaitingReasons:
         """The kind of reason without the quota. The index is asked only if some node has enough in total: most waiting pods lack even
         that."""
         await asyncio.sleep(0)
-        sums = self._rows.sums
-        if not any(covers(each, request.in_total) for each in sums.values()):
+        if not any(covers(node.sums, request.in_total) for node in self._rows.nodes.values()):
             return "resources"
         # Results that the index keeps for the verbs are not displaced.
-        names, question = list(sums), Question(self._index, request, policy, keep=False)
+        names, question = list(self._rows.nodes), Question(self._index, request, policy, keep=False)
         await in_slices(question.examine(names, reasons=False))
         return "elsewhere" if question.fits(names) else "fragmentation"
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Calls `kind` for each pod; None once MAX_REQUESTS different requests have been examined. Refresh the rows first."""
+        """Calls `kind` for each pod. Refresh the rows first."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
-        found: list[tuple[WatchedPod, Kind | None, str]] = []
-        for number, pod in enumerate(list(pods)):
-            if number % _COUNTED == 0:
-                await asyncio.sleep(0)
-            full = (
-                len(known) == MAX_REQUESTS
-                and pod.refusal is None
-                and (pod.request.without_cpu, pod.policy or self._policy) not in known
-            )
-            found.append((pod, None, "") if full else (pod, *await self.kind(pod, known)))
-        return found
+        return [(pod, *await self.kind(pod, known)) async for pod in sliced(list(pods))]
 
     async def why(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
         """Why the pod waits, with the groups of nodes, the largest first."""
         await self._rows.refresh()
-        kind, limit = await self.kind(pod)
+        kind, limit = await self.kind(pod, {})
+        assert kind is not None, "one request is examined"
         waiting = Waiting(kind=kind, request=request_text(pod.request), limit=limit)
         if pod.refusal is not None:
             return waiting
         question = Question(self._index, pod.request, pod.policy or self._policy, pod.namespace)
-        denials = question.denials(self._index.node_set(self._rows.sums))
+        denials = question.denials(self._index.node_set(self._rows.nodes))
         denied = {name: each.reason for each in denials if each.entire for name in self._index.names(each.nodes)}
         found: defaultdict[str, list[tuple[str, str, float]]] = defaultdict(list)
-        for number, (name, sums) in enumerate(self._rows.sums.items()):
-            if number % _EXAMINED == 0:
-                await asyncio.sleep(0)
-            reason, detail, lack = (f"denied by quota: {denied[name]}", "", 0.0) if name in denied else self._on(name, sums, pod)
+        async for name, node in sliced(list(self._rows.nodes.items())):
+            quota = (f"denied by quota: {denied[name]}", "", 0.0) if name in denied else None
+            reason, detail, lack = quota or self._on(name, node.sums, pod)
             found[reason].append((name, detail, lack))
         for reason, nodes in sorted(found.items(), key=lambda item: (-len(item[1]), item[0])):
             nearest = min(nodes, key=lambda node: (node[2], node[0]))

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from gpumgr.cluster.scheduler.extender import NOT_LEADING, Extender
 from gpumgr.cluster.scheduler.metrics import outcome_of
@@ -121,6 +120,7 @@ def make_application(
     """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all. `answered` is called with
     the verb, the outcome and the seconds of each answer."""
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
+    names = frozenset(client_names)
 
     async def readyz(_: web.Request) -> web.Response:
         problem = extender.problem
@@ -128,45 +128,36 @@ def make_application(
 
     def answering(
         name: str, kind: type[_Args], verb: Callable[[_Args], Awaitable[_Result]], failed: Callable[[str], _Result]
-    ) -> Handler:
+    ) -> web.RouteDef:
+        """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
+
         async def answer(request: web.Request) -> web.Response:
+            if names and not names & names_of(request.get_extra_info("peercert")):
+                answered(name, "error", 0.0)
+                return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
+            if not extender.answers:
+                answered(name, "unavailable", 0.0)
+                refusal = web.Response(status=503, text=f"{NOT_LEADING}\n")
+                refusal.force_close()
+                return refusal
             began = time.perf_counter()
             result = await _answer(bodies, kind, verb, failed, request)
             answered(name, outcome_of(result), time.perf_counter() - began)
             return web.Response(body=msgspec.json.encode(result), content_type="application/json")
 
-        return answer
+        return web.post(f"{PREFIX}/{name}", answer)
 
-    verbs: Mapping[str, Handler] = {
-        "filter": answering("filter", FilterArgs, extender.answer_filter, lambda error: FilterResult(error=error)),
-        "prioritize": answering("prioritize", FilterArgs, extender.prioritize, lambda _: []),
-        "preempt": answering("preempt", PreemptArgs, extender.preempt, _no_victims),
-        "bind": answering("bind", BindArgs, extender.bind, BindResult),
-    }
-    application = web.Application(middlewares=[_guard(extender, frozenset(client_names), answered)])
-    application.add_routes([web.post(f"{PREFIX}/{verb}", handler) for verb, handler in verbs.items()])
-    application.add_routes([web.get("/readyz", readyz)])
+    application = web.Application()
+    application.add_routes(
+        [
+            answering("filter", FilterArgs, extender.answer_filter, lambda error: FilterResult(error=error)),
+            answering("prioritize", FilterArgs, extender.prioritize, lambda _: []),
+            answering("preempt", PreemptArgs, extender.preempt, _no_victims),
+            answering("bind", BindArgs, extender.bind, BindResult),
+            web.get("/readyz", readyz),
+        ]
+    )
     return application
-
-
-def _guard(extender: Extender, names: frozenset[str], answered: Callable[[str, str, float], None]) -> Middleware:
-    """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
-
-    @web.middleware
-    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not request.path.startswith(f"{PREFIX}/"):
-            return await handler(request)
-        if names and not names & names_of(request.get_extra_info("peercert")):
-            answered(request.path.rpartition("/")[2], "error", 0.0)
-            return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
-        if not extender.answers:
-            answered(request.path.rpartition("/")[2], "unavailable", 0.0)
-            refusal = web.Response(status=503, text=f"{NOT_LEADING}\n")
-            refusal.force_close()
-            return refusal
-        return await handler(request)
-
-    return guarded
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> set[str]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpumgr.cluster.scheduler import node_rows
 from gpumgr.cluster.scheduler.api import Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS, WaitingReasons
+from gpumgr.common import aio
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.web.access import Origin
@@ -300,7 +300,7 @@ async def test_a_request_that_many_pods_share_is_examined_once(pages: PagesStage
 
 
 async def test_the_sums_over_all_nodes_are_computed_in_slices(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_rows, "_COMPUTED", 1)
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     shown = NodeRows(pages.watches)
     await shown.refresh()
     summing, turns = asyncio.create_task(shown.totals()), 0
@@ -310,7 +310,8 @@ async def test_the_sums_over_all_nodes_are_computed_in_slices(pages: PagesStage,
     assert ((await summing)["gpus", "", "free"], turns) == (6, 3)
 
 
-async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesStage) -> None:
+async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     await pages.waits(pod("one", ("app", 1, 1)))
     reasons = WaitingReasons(pages.watches, NodeRows(pages.watches), "binpack")
     counting = asyncio.create_task(reasons.kinds([*pages.watches.pending.values()] * 5000))

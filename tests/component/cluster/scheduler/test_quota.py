@@ -184,7 +184,7 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     else:
         rows = NodeRows(stage.watches)
         await rows.refresh()
-        found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"])
+        found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"], {})
         assert found[0] == "quota"
     ended.set()
     await counting
