@@ -226,6 +226,7 @@ class Extender:
         """A daemon that looks up assumed pods. Without it an assumption never ends."""
         while True:
             await asyncio.sleep(1)
+            await in_slices(self._index.settling())
             self._index.compact()
             await self.look_up_assumed()
 

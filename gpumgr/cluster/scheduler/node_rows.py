@@ -33,7 +33,8 @@ class NodeRows:
         self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Computes the nodes that have changed in the index."""
+        """Computes the nodes that have changed in the index, and settles it."""
+        await in_slices(self._index.settling())
         async with self._lock:
             await in_slices(self._updates())
 

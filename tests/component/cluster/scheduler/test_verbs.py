@@ -4,11 +4,14 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from gpumgr.cluster.core.node import node_of_equal_gpus
+from gpumgr.cluster.core.profiles import Profiles
+from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.common import aio
@@ -385,6 +388,29 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
         await counting
         assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
         assert turns >= len(names)
+
+
+@pytest.mark.parametrize("which", ["each second", "before a page or a scrape"])
+async def test_what_follows_from_many_changes_is_computed_in_slices(
+    which: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "SLICE_SECONDS", 0.0)
+    turn, turns, put = 0, list[int](), Profiles.put
+
+    def counted(*arguments: Any) -> None:
+        turns.append(turn)
+        put(*arguments)
+
+    monkeypatch.setattr(Profiles, "put", counted)
+    for number in range(100):
+        stage.index.set_node(node_of_equal_gpus(f"new-{number}", 100, 1000))
+    work = asyncio.create_task(stage.extender.run() if which == "each second" else NodeRows(stage.watches).refresh())
+    while len(turns) < 100:
+        await asyncio.sleep(0)
+        turn += 1
+        assert not work.done()
+    work.cancel()
+    assert len(set(turns)) > 50
 
 
 async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered_again_meanwhile(stage: Stage) -> None:
