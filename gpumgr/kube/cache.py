@@ -1,4 +1,4 @@
-"""In-memory cache of this node's pods: lookup by name and UID, waiting for a pod, listeners."""
+"""In-memory cache of this node's pods, kept up to date by a watch."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 
-#: Takes the pod before and after a change; None means that it does not exist.
+#: Gets the pod before and after a change; None means that it does not exist.
 OnChange = Callable[[PodView | None, PodView | None], None]
 
 
 class PodCache:
-    """Pods with `spec.nodeName` = this node. `run` keeps it up to date; all other methods only read."""
+    """The pods with `spec.nodeName` = this node. `run` keeps the cache up to date; all other methods only read."""
 
     def __init__(
         self,
@@ -49,44 +49,41 @@ class PodCache:
 
     @property
     def synced(self) -> bool:
-        """True once all pods have been listed; a later outage does not change that."""
+        """Whether all pods have been listed once. A later outage does not change that."""
         return self._reflector.synced.is_set()
 
     @property
     def reachable(self) -> bool:
-        """Whether all pods are known, and the API server has answered the last request."""
+        """Whether all pods are known and the last request succeeded."""
         return self.synced and self._reflector.answered and not self.unreadable
 
     @property
     def unreadable(self) -> int:
-        """How many pods can't be read."""
         return self._reflector.unreadable
 
     async def wait_synced(self) -> None:
         await self._reflector.synced.wait()
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
         await self._reflector.run()
 
     def get(self, pod: PodKey) -> PodView | None:
-        """The pod with this name; if the cache has two such pods, the one that changed last."""
+        """The pod with this name. If the cache has two such pods, returns the one that changed last."""
         return self._by_key.get(pod)
 
     def by_uid(self, uid: str) -> PodView | None:
         return known.pod if (known := self._by_uid.get(uid)) is not None else None
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations of the pod with this UID, and the annotation with HAMi's MIG devices. A change of these annotations alone
-        calls no listener."""
+        """The agent's annotations of this pod, and HAMi's annotation with MIG devices. A change of only these calls no listener."""
         return known.annotations if (known := self._by_uid.get(uid)) is not None else {}
 
     def all(self) -> Iterable[PodView]:
         return [known.pod for known in self._by_uid.values()]
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid`, only the pod with this UID is returned;
-        otherwise only a pod that has not ended, since an earlier pod may have had the same name."""
+        """Returns the pod as soon as it is in the cache, or None after the timeout. With `uid`, only that pod counts; otherwise a pod that
+        has ended does not count, because a new pod may get its name."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while (known := self.get(pod)) is None or (known.ended if uid is None else known.uid != uid):
@@ -95,21 +92,20 @@ class PodCache:
         return None
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
-        """Returns once these pods have ended or are deleted, or after the timeout."""
+        """Returns when all these pods have ended or are deleted, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while any((view := self.by_uid(uid)) is not None and not view.ended for uid in uids):
                     await self._changed.wait()
 
     def subscribe(self, listener: OnChange) -> None:
-        """`listener` is called at once for each known pod, with None as its former state. Then it is called after every change of the
-        cache, in the event loop. It must neither block nor raise."""
+        """Calls `listener` at once for each known pod, with None as its earlier state. Later calls follow each change of the cache, in the
+        event loop. `listener` must neither block nor raise."""
         self._listeners.append(listener)
         for known in self.all():
             listener(None, known)
 
     def _parse(self, item: Mapping[str, Any]) -> "_Known":
-        """Raises what `parse_pod` raises."""
         annotations = item["metadata"].get("annotations") or {}
         ours = {key: str(value) for key, value in annotations.items() if is_ours(key) or key == MIG_ALLOCATIONS}
         return _Known(parse_pod(item, self._resources, self._mig_resource), ours)
@@ -133,8 +129,6 @@ class PodCache:
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """A pod of the watch, and the annotations that `PodCache.annotations` returns."""
-
     pod: PodView
     annotations: Mapping[str, str]
 

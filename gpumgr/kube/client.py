@@ -1,4 +1,4 @@
-"""The connection to the API server: sends requests, renews credentials, detects a dead peer, and asks which rights an account has."""
+"""The connection to the API server: it sends requests, renews credentials, and asks which rights an account has."""
 
 import asyncio
 import contextlib
@@ -34,27 +34,24 @@ _CONTENT_TYPES: Final[Mapping[PatchKind, str]] = {
     "json": "application/json-patch+json",
 }
 
-#: The remedy for missing or wrong credentials, for a process that takes them from the agent's settings.
 _SET_IT: Final = (
     "set kubernetes.kubeconfig to an existing kubeconfig file, or kubernetes.enabled to false (--standalone) for a node without "
     "API server"
 )
-#: What a request raises if there is no answer (a TimeoutError is an OSError), for a refusal, and for credentials that can't be used.
+#: What a request raises: no answer (a TimeoutError is an OSError), a refusal, or unusable credentials.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
-#: What reading an object of the API server raises if it has another structure, or is nested too deeply.
+#: What the decoding of an API object raises if its structure is wrong or nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: Longer than the ten seconds for which the API server retries an eviction with a wrong UID before it refuses the eviction.
+#: The API server retries an eviction with a wrong UID for ten seconds before it refuses the eviction, so the timeout is longer.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
-#: The shortest time between two reads of the files while credentials are refused: a read may run a program, and nothing may have changed.
+#: The shortest time between two reads of refused credentials, because a read may run a program.
 _RENEW_SECONDS: Final = 5.0
-#: The longest Retry-After that is obeyed.
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
 
-#: The API group that answers which rights an account has.
 _REVIEWS: Final = "authorization.k8s.io/v1"
 
-#: A peer that vanished without closing the connection (power, network) is detected after about half a minute.
+#: These options detect a peer that vanished without closing the connection (power, network) within about half a minute.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -83,18 +80,18 @@ class ApiServer:
     ) -> None:
         self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
         self._credentials = credentials
-        # Watch events are long lines; the usual buffer would suspend the reading for each of them.
+        # Watch events are long lines. With the default buffer the client would pause reading at each of them.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), read_bufsize=1 << 21
         )
-        #: Whether the API server refused the credentials with 401.
+        #: Whether the API server has refused the credentials with 401.
         self._refused = False
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
         #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
-        #: name is there because many objects share the path of a POST.
+        #: name is in the key because many objects share the path of a POST.
         self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
-        #: Why the last renewal failed; None: it did not fail.
+        #: Why the last renewal failed; None if it succeeded.
         self._unreadable: SettingsError | None = None
 
     @classmethod
@@ -106,10 +103,10 @@ class ApiServer:
         clock: Callable[[], float] = time.monotonic,
         max_retry_after_seconds: float = MAX_RETRY_AFTER_SECONDS,
     ) -> Self:
-        """Uses a kubeconfig file, or (None) the service account of the pod that the agent runs in. Sends nothing yet. A longer
-        Retry-After is shortened to `max_retry_after_seconds`.
+        """Reads the credentials; sends nothing yet. `kubeconfig`: None for the service account of the pod. `max_retry_after_seconds` limits
+        each Retry-After.
 
-        Raises SettingsError with `remedy` at the end of the message if the credentials are missing or can't be read.
+        Raises SettingsError, which ends with `remedy`, if the credentials are missing or can't be read.
         """
         files = CredentialFiles(kubeconfig, remedy)
         return cls(files, await files.read(), clock, max_retry_after_seconds)
@@ -117,8 +114,8 @@ class ApiServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def session(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> AsyncIterator[Self]:
-        """As `connect`, and closes the connection at the end of the block. If a request in the block gets no answer, or an answer of
-        another structure (one of UNREADABLE), the block raises GpumgrError."""
+        """As `connect`; closes the connection at the end of the block. Converts connection errors and UNREADABLE from the block to
+        GpumgrError."""
         server = await cls.connect(kubeconfig, remedy=remedy)
         place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
         try:
@@ -134,9 +131,10 @@ class ApiServer:
         await self._session.close()
 
     async def _renew(self) -> None:
-        """Reads the credentials again after the API server refused them (401): kubeconfig files and their certificates are replaced in
-        place. All callers wait for one renewal; requests that were sent with the earlier credentials continue. If the new credentials can't
-        be read, the earlier credentials stay in use, and a later call reads the files again."""
+        """Reads the credentials again after a 401, because kubeconfig files and certificates are replaced in place.
+
+        All callers wait for one renewal. If the read fails, the earlier credentials stay in use until a later call reads them.
+        """
         async with self._renewing:
             if not self._refused or self._clock() < self._renewal_due:
                 return
@@ -161,16 +159,13 @@ class ApiServer:
         headers: Mapping[str, str] | None = None,
         check: Callable[[], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends one request; neither reads the body of the answer nor checks its status. `patch` is the type of a PATCH; `headers` are
-        sent besides the usual ones. The first request after a 401 reads the credentials again.
+        """Sends one request, but neither reads the answer's body nor checks its status. `patch` is the type of a PATCH. The first request
+        after a 401 reads the credentials again. A write that was refused with Retry-After is not sent again before that time.
 
-        `check` is called once there is a connection, immediately before the body is sent. If `check` raises, the body is not sent, and
-        the error is the cause of an aiohttp.ClientConnectionError.
+        `check` is called on the open connection, immediately before the body is sent. If it raises, the body is not sent, and the error is
+        the cause of an aiohttp.ClientConnectionError.
 
-        A write that was refused with Retry-After is not sent again before that time has passed; writes of other objects are sent.
-
-        Raises one of API_FAILURES: aiohttp.ClientError, TimeoutError or OSError if there is no answer, AnswerError for a 401 while the
-        credentials can't be read again and for a write that must wait, GpumgrError for any other error of the HTTP client.
+        Raises API_FAILURES. An AnswerError means that the write must wait, or that after a 401 the credentials can't be read.
         """
         write = method, path, _name(body)
         self._check_held(write)
@@ -199,7 +194,6 @@ class ApiServer:
         self._held[write] = now + min(seconds, self._max_retry_after_seconds), status
 
     def _check_held(self, write: tuple[Method, str, str]) -> None:
-        """Raises AnswerError."""
         until, status = self._held.get(write, (-math.inf, 0))
         if (left := until - self._clock()) > 0:
             raise AnswerError(
@@ -212,8 +206,7 @@ class ApiServer:
     async def _send(
         self, method: Method, path: str, credentials: Credentials, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """Sends a request with these credentials. `options`: arguments of aiohttp.ClientSession.request, which opens separate connections
-        for each TLS context. Raises what `request` raises."""
+        """aiohttp opens separate connections for each TLS context. Raises what `request` raises."""
         await self._files.refresh(credentials)
         try:
             return await self._session.request(
@@ -240,7 +233,7 @@ class ApiServer:
         patch: PatchKind = "merge",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Sends one request and checks only the status of the answer. False if the status is one of `but`. `check`: see `request`.
+        """Sends one request and checks only the status of the answer. Returns False if the status is in `but`. `check`: see `request`.
 
         Raises AnswerError for any other refusal, and what `request` raises.
         """
@@ -254,7 +247,7 @@ class ApiServer:
     async def read(
         self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
     ) -> dict[str, Any]:
-        """Returns the object in the answer. Raises AnswerError for a refusal, or an answer that is not a JSON object, and what `request`
+        """Returns the object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request`
         raises."""
         async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
@@ -265,7 +258,7 @@ class ApiServer:
                 raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
 
     async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
-        """As `read`; None: there is no such object (HTTP 404)."""
+        """As `read`, but returns None if there is no such object (HTTP 404)."""
         try:
             return await self.read("GET", path, query=query)
         except AnswerError as error:
@@ -279,22 +272,21 @@ class _List(msgspec.Struct):
 
 
 def items_of(answer: object) -> list[Any]:
-    """The items of a Kubernetes list, unchecked; [] also for null, which Go writes for an empty list. Raises WrongStructure."""
+    """The unchecked items of a Kubernetes list; [] for null, which Go writes for an empty list. Raises WrongStructure."""
     return convert(answer, _List).items or []
 
 
 def failure_text(error: BaseException) -> str:
-    """Why a request failed; `error` is one of API_FAILURES or UNREADABLE, and may have no text of its own."""
+    """`error` is one of API_FAILURES or UNREADABLE."""
     return str(error) if isinstance(error, GpumgrError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def unreadable_text(error: Exception) -> str:
-    """What is wrong with an object, in one line; `error` is one of UNREADABLE."""
+    """`error` is one of UNREADABLE. The text has one line."""
     return str(UnreadableText(error if isinstance(error, ValueError | RecursionError) else f"{type(error).__name__}: {error}"))
 
 
 def _name(body: Body | None) -> str:
-    """The name of the object in the body; "" if it has none."""
     return str((body.get("metadata") or {}).get("name") or "") if isinstance(body, Mapping) else ""
 
 
@@ -304,7 +296,7 @@ async def _checked(data: bytes, check: Callable[[], None]) -> AsyncIterator[byte
 
 
 class AnswerError(GpumgrError):
-    """The server answered with an error. `retry_after_seconds` is its Retry-After, or 0.0."""
+    """`retry_after_seconds` is 0.0 if the answer has no Retry-After."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -313,13 +305,11 @@ class AnswerError(GpumgrError):
 
 
 class _Status(msgspec.Struct):
-    """The field of metav1.Status that explains an error."""
-
     message: str
 
 
 async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
-    """The error in an answer. Reads the beginning of the answer's body; raises what reading raises."""
+    """Returns the error in the answer. Raises what the read of the answer's body raises."""
     body = await response.content.read(4096)
     try:
         message = decode_json(body, _Status).message
@@ -333,14 +323,13 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """The Retry-After in seconds; 0.0 if there is none, or if it is a date."""
+    """The Retry-After in seconds; 0.0 if it is missing or a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 
 
 class Right(msgspec.Struct, frozen=True, kw_only=True):
-    """One verb on one resource. Without `group` the resource is in the core API group; without `namespace` the right is for all
-    namespaces."""
+    """One verb on one resource. `group` "" is the core API group. `namespace` None means all namespaces."""
 
     verb: str
     resource: str
@@ -362,9 +351,9 @@ class _Review(msgspec.Struct):
 
 
 async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
-    """Whether this account, or `user`, has the right. Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
+    """Whether this account, or `user`, has the right. A question about another account itself needs a right.
 
-    Every account may ask about itself (SelfSubjectAccessReview), but needs a right to ask about another account (SubjectAccessReview).
+    Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
     """
     kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
     attributes = {key: value for key, value in asdict(right).items() if value is not None}

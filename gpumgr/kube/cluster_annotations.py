@@ -1,9 +1,9 @@
-"""The annotations that agents and the scheduler exchange, version 1: their JSON, and its strict validation.
+"""The annotations that agents and the scheduler exchange, version 1: their JSON and its strict validation.
 
-* `gpumgr.io/inventory` on a node: its GPUs, and what pods hold unless their placement annotation covers it. Written by the agent.
-* `gpumgr.io/placement` on a pod: the GPUs of each container. Written by the scheduler in the Binding.
+The agent writes `gpumgr.io/inventory` on a node: its GPUs, and what pods without a matching placement hold. The scheduler writes
+`gpumgr.io/placement` on a pod in the Binding: the GPUs of each container.
 
-Readers ignore unknown fields, since a field may be added within a version. The same value always has the same text.
+Readers ignore unknown fields, because a later release may add one within a version. Equal values have equal texts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from gpumgr.placement.matrix import MAX_GPUS
 
 INVENTORY_ANNOTATION: Final = "gpumgr.io/inventory"
 PLACEMENT_ANNOTATION: Final = "gpumgr.io/placement"
-#: gpu-manager's annotations of a pod, which gpu-admission and the scheduler write, too (docstring of pod_annotations).
+#: gpu-manager's annotations of a pod (see the module pod_annotations).
 ASSIGNED: Final = "tencent.com/gpu-assigned"
 PREDICATE_INDEX: Final = "tencent.com/predicate-gpu-idx-"
 PREDICATE_NODE: Final = "tencent.com/predicate-node"
@@ -36,15 +36,15 @@ Mebibytes = Annotated[int, Meta(ge=0, le=1 << 40)]
 Cores = Annotated[int, Meta(ge=0, le=CORES_PER_GPU)]
 Position = Annotated[int, Meta(ge=0, lt=MAX_GPUS)]
 NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
-#: A NUMA node; -1: not known.
+#: -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
-#: How many containers with HAMi's resources may share a GPU. More containers may hold replicas if the setting was lowered later.
+#: How many containers with HAMi's resources may share a GPU. If the setting is lowered later, more may hold replicas.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
-#: The factor by which the memory, or the cores, of a GPU are multiplied for containers with HAMi's resources.
+#: Multiplies the memory or the cores of a GPU for containers with HAMi's resources.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
 
-#: The most memory slices of a GPU that a reader accepts; NVIDIA's GPUs have 8.
+#: The most memory slices of a GPU that a reader accepts. NVIDIA's GPUs have 8.
 MAX_MIG_SLICES: Final = 32
 MigStart = Annotated[int, Meta(ge=0, lt=MAX_MIG_SLICES)]
 MigSize = Annotated[int, Meta(ge=1, le=MAX_MIG_SLICES)]
@@ -62,9 +62,11 @@ _Gpu = TypeVar("_Gpu", int, str)
 
 
 class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
-    """What is held of a GPU, in JSON [GPU, cores, MiB, slices, replicas]. In an inventory the GPU is its position in `gpus`, in a placement
-    its UUID. A whole GPU has 100 cores and all its MiB. `slices`: the memory slices of a MIG device, slice n as bit n. `replicas`: how many
-    replicas a pod with HAMi's resources holds. Readers take 0 for a missing number."""
+    """What is held of a GPU, in JSON [GPU, cores, MiB, slices, replicas]. A missing number counts as 0.
+
+    The GPU is its position in `gpus` in an inventory, its UUID in a placement. A whole GPU has 100 cores and all its MiB. `slices`: the
+    memory slices of a MIG device, slice n as bit n. `replicas`: how many replicas of the GPU (HAMi's resources) the pod holds.
+    """
 
     gpu: _Gpu
     cores: Cores
@@ -80,10 +82,9 @@ class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of the node.
 
-    `memory`: the memory that the agent offers of this GPU, in MiB. `model` is empty if the driver does not report it. `index`: NVML's
-    index, written only if it differs from the GPU's position in `gpus`, because the driver can't describe some GPU with a lower index.
-    `replicas`: how many containers with HAMi's resources may share the GPU. `mig`: the profiles of the MIG devices that are created on the
-    GPU on demand, see `mig_rows`; such a GPU is not shared.
+    `memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, only if it differs from the position in
+    `gpus`; that is so if the driver can't describe a GPU with a lower index. `replicas`: how many containers with HAMi's resources may
+    share the GPU. `mig`: the profiles of MIG devices that the agent creates on demand (`mig_rows`); such a GPU is not shared.
     """
 
     uuid: Uuid
@@ -102,10 +103,10 @@ class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpus` are in the order of NVML's indices. `levels` has a row for each GPU: the scores of its links to all GPUs (`score_matrix`).
+    """`gpus` are in the order of NVML's indices. `levels` is the matrix of the link scores between the GPUs (`score_matrix`).
 
-    `other`: pod UID (an allocation's id if its pod is not known) -> what the pod holds. `scaling`: the factors of memory and cores for pods
-    with HAMi's resources, if the node offers these. `enforcement` is the text of the annotation gpumgr.io/enforcement.
+    `other`: pod UID (the allocation's id if the pod is not known) -> what the pod holds. `scaling`: the factors of memory and cores for
+    HAMi's resources, if the node offers these. `enforcement`: the text of the annotation gpumgr.io/enforcement.
     """
 
     version: Literal[1] = 1
@@ -123,7 +124,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         return {uid: tuple(share.held for share in shares) for uid, shares in self.other.items()}
 
     def topology(self) -> Topology:
-        """The topology that `levels` describes. Raises ValueError."""
+        """Raises ValueError if `levels` is no valid matrix."""
         size = len(self.gpus)
         if len(self.levels) != size or any(len(row) != size for row in self.levels):
             raise ValueError(f"levels is not a matrix of {size} x {size}, one row and one column for each GPU")
@@ -133,7 +134,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """`containers`: container name -> its GPUs; empty if the node's agent chooses the GPUs (Topology Manager policy other than none)."""
+    """`containers`: name -> its GPUs. It is empty if the agent must choose the GPUs (Topology Manager policy other than none)."""
 
     version: Literal[1] = 1
     node: Annotated[str, Meta(min_length=1, max_length=253)]
@@ -146,17 +147,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mig_rows(profiles: Iterable[MigProfile]) -> tuple[MigRow, ...] | UnsetType:
-    """The field `mig` of a GPU with dynamic MIG; UNSET if it has no profiles."""
     return tuple((p.name, p.number, p.memory_mebibytes, p.slices, p.size, p.starts) for p in profiles) or UNSET
 
 
 def encode(value: Inventory | Placement) -> str:
-    """Compact JSON with sorted keys."""
     return msgspec.json.encode(value, order="sorted").decode()
 
 
 def decode_inventory(text: str) -> Inventory:
-    """Raises ValueError that says what is wrong: no JSON, another version, values out of range, GPUs that contradict each other."""
+    """Raises ValueError, which says what is wrong: no JSON, another version, values out of range, or GPUs that contradict each other."""
     inventory = decode_json(text, Inventory)
     if len({gpu.uuid for gpu in inventory.gpus}) != len(inventory.gpus):
         raise ValueError("a UUID appears twice in gpus")
@@ -174,7 +173,7 @@ def decode_inventory(text: str) -> Inventory:
 
 
 def decode_placement(text: str) -> Placement:
-    """Raises ValueError that says what is wrong: no JSON, another version, values out of range, a GPU twice in a container."""
+    """Raises ValueError, which says what is wrong: no JSON, another version, values out of range, or a GPU twice in a container."""
     placement = decode_json(text, Placement)
     for name, shares in placement.containers.items():
         if not shares or len({share.gpu for share in shares}) != len(shares):
@@ -186,8 +185,7 @@ _T = TypeVar("_T")
 
 
 def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
-    """Decodes an annotation's text. Raises ValueError that says what is wrong; the message begins with `fault` if the annotation is not
-    JSON of this type."""
+    """Raises ValueError, which says what is wrong. Its message begins with `fault` if the text is not JSON of this type."""
     encoded = text.encode("utf-8", "surrogatepass")
     if len(encoded) > MAX_ANNOTATIONS_BYTES:
         raise ValueError(f"{len(encoded)} bytes are too long for an annotation")
@@ -199,7 +197,7 @@ def decode_json(text: str, kind: type[_T], fault: str = "not valid") -> _T:
 
 @lru_cache(maxsize=64)
 def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
-    """The profiles of the rows; the same object for all GPUs with equal profiles. Raises ValueError."""
+    """Returns the same object for all GPUs with equal profiles. Raises ValueError."""
     profiles = tuple(convert(dict(zip(MigProfile.__struct_fields__, row, strict=True)), MigProfile) for row in rows)
     ordered = all(
         p.starts == tuple(sorted(set(p.starts))) and max(p.starts, default=0) + p.size <= MAX_MIG_SLICES for p in profiles
@@ -211,7 +209,7 @@ def _profiles(rows: tuple[MigRow, ...]) -> tuple[MigProfile, ...]:
 
 @lru_cache(maxsize=64)
 def _topology(levels: tuple[tuple[int, ...], ...]) -> Topology:
-    """The topology of the matrix; the same object for all nodes with equal topologies."""
+    """Returns the same object for all nodes with equal topologies."""
     links = [[(Level.PSB, 0) if a == b else _link(value) for b, value in enumerate(row)] for a, row in enumerate(levels)]
     return Topology(
         levels=tuple(tuple(level for level, _ in row) for row in links),

@@ -1,6 +1,6 @@
 """The credentials for the API server: a kubeconfig file, or the service account of the pod.
 
-All files are read on a separate thread, since a file system that hangs must not stop the event loop.
+A separate thread reads the files, because a file system that hangs must not stop the event loop.
 """
 
 import asyncio
@@ -26,19 +26,21 @@ _log = structlog.get_logger(__name__)
 
 #: Source: Kubernetes' documentation, "Accessing the API from within a Pod".
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-#: How long a token is used before it is read again, as in client-go: the kubelet replaces the token long before it expires.
+#: How long a token is used before it is read again (as in client-go). The kubelet replaces the token long before it expires.
 _TOKEN_SECONDS: Final = 60.0
 _FILES_SECONDS: Final = 10.0
 #: A kubeconfig may run a program that asks a cloud for a token.
 _KUBECONFIG_SECONDS: Final = 60.0
-#: What kubernetes_asyncio raises for a malformed kubeconfig; the texts of these errors explain nothing.
+#: What kubernetes_asyncio raises for a malformed kubeconfig. The texts of these errors explain nothing.
 _MALFORMED: Final = (TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 
 
 @dataclass(kw_only=True)
 class Credentials:
-    """The attributes have the names that kubernetes_asyncio's kubeconfig loader sets on the object that it fills; `ssl_ca_cert`,
-    `cert_file` and `key_file` are paths. `context` is None for a server without TLS."""
+    """How to connect to the API server. kubernetes_asyncio's kubeconfig loader sets attributes with these names.
+
+    `ssl_ca_cert`, `cert_file` and `key_file` are paths. `context` is None for a server without TLS.
+    """
 
     host: str = ""
     ssl_ca_cert: str | None = None
@@ -47,7 +49,7 @@ class Credentials:
     verify_ssl: bool = True
     tls_server_name: str | None = None
     proxy: str | None = None
-    #: "BearerToken" -> the value of the header Authorization.
+    #: "BearerToken" -> the header Authorization.
     api_key: dict[str, str] = field(default_factory=dict)
     context: ssl.SSLContext | None = None
 
@@ -56,7 +58,7 @@ class Credentials:
 
 
 class CredentialFiles:
-    """`kubeconfig`: None for the service account of the pod. `remedy` is the end of each error."""
+    """Reads the credentials. `kubeconfig`: None for the service account of the pod. Each error ends with `remedy`."""
 
     def __init__(self, kubeconfig: Path | None, remedy: str, *, service_account: Path = _SERVICE_ACCOUNT) -> None:
         self._kubeconfig, self._remedy, self._account = kubeconfig, remedy, service_account
@@ -77,8 +79,7 @@ class CredentialFiles:
         return found
 
     async def refresh(self, credentials: Credentials) -> None:
-        """Reads the token of the service account again if that is due. If it can't be read, the former token stays in use until it is
-        refused."""
+        """Reads the token of the service account again if that is due. If the read fails, the earlier token stays in use."""
         if self._kubeconfig is not None or time.monotonic() < self._token_due:
             return
         async with self._token_read:
@@ -97,7 +98,6 @@ class CredentialFiles:
         return "pod's service account (kubernetes.kubeconfig is not set)"
 
     def _read(self) -> Credentials:
-        """Reads all files; runs on the thread. Raises all kinds of errors."""
         if self._kubeconfig is None:
             found = self._of_pod(os.environ)
         else:
@@ -121,7 +121,6 @@ class CredentialFiles:
         return Credentials(host=f"https://{address}:{port}", ssl_ca_cert=str(self._account / "ca.crt"), api_key=self._token())
 
     def _token(self) -> dict[str, str]:
-        """Raises OSError or ValueError."""
         token = (self._account / "token").read_text().strip()
         if not token:
             raise ValueError(f"{self._account / 'token'} is empty")
@@ -129,14 +128,13 @@ class CredentialFiles:
 
 
 def _environment_proxy(server: str) -> str | None:
-    """The proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for this URL. If the HTTP client looked it up, it would also read ~/.netrc,
-    on two threads for each request."""
+    """The proxy for this URL from HTTPS_PROXY, HTTP_PROXY and NO_PROXY. The HTTP client's own lookup would also read ~/.netrc, on two
+    threads for each request."""
     url = urlsplit(server)
     return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
 
 
 def _tls(credentials: Credentials) -> ssl.SSLContext:
-    """Raises OSError."""
     context = ssl.create_default_context(cafile=credentials.ssl_ca_cert)
     if credentials.cert_file:
         context.load_cert_chain(credentials.cert_file, keyfile=credentials.key_file)
@@ -146,15 +144,12 @@ def _tls(credentials: Credentials) -> ssl.SSLContext:
 
 
 def _check(kubeconfig: Path) -> None:
-    """Checks the file, because the library treats a missing file as an empty one and only logs a warning.
-
-    Raises OSError, ValueError or YAMLError.
-    """
+    """Raises OSError, ValueError or YAMLError. The library would treat a missing file as an empty one."""
     if ":" in str(kubeconfig):
         raise ValueError("a path with a colon means several paths")
     if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
         raise ValueError("it is not a regular file")
-    # Opened as bytes: if PyYAML got a text, its errors would quote lines of the file, and these can contain secrets.
+    # PyYAML gets bytes, because its errors quote lines of a text, and these lines can contain secrets.
     with kubeconfig.open("rb") as file:
         content = yaml.safe_load(file)
     if not isinstance(content, dict):
@@ -162,7 +157,6 @@ def _check(kubeconfig: Path) -> None:
 
 
 def _message(error: Exception, kubeconfig: Path | None) -> str:
-    """The error in one line."""
     if isinstance(error, TimeoutError):
         return f"its files could not be read in time{f' ({error})' if str(error) else ''}"
     if isinstance(error, OSError) and error.strerror:

@@ -1,10 +1,7 @@
-"""HAMi's requests and annotations. Pure.
+"""HAMi's resource requests and its annotations of pods and nodes. Pure.
 
-A container requests GPUs by resources; a pod's annotations name the GPUs and MIG devices that HAMi's scheduler chose; a node's annotations
-list the registered GPUs, their pair scores and the scheduler's lock.
-
-Source: HAMi 2.10. Requests: pkg/device/nvidia/device.go (GenerateResourceRequests, and the rule of MutateAdmission for whole GPUs).
-Annotations: pkg/device/devices.go (EncodePodSingleDevice, EncodeNodeDevices, MigProfile), pkg/device/nvidia/mig_allocations.go,
+Source: HAMi 2.10. Requests: pkg/device/nvidia/device.go (GenerateResourceRequests, and for whole GPUs MutateAdmission). Annotations:
+pkg/device/devices.go (EncodePodSingleDevice, EncodeNodeDevices, MigProfile), pkg/device/nvidia/mig_allocations.go,
 pkg/device/nvidia/links.go and pkg/util/nodelock.
 """
 
@@ -24,7 +21,7 @@ from gpumgr.placement.pods import ContainerSpec, NamedGpu
 from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
-#: The node and the devices of a pod, as HAMi's scheduler writes them.
+#: Written by HAMi's scheduler: the node and the devices of a pod.
 HAMI_NODE: Final = "hami.io/vgpu-node"
 HAMI_ALLOCATED: Final = "hami.io/vgpu-devices-allocated"
 _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
@@ -33,7 +30,7 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 def replica_request(
     wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
 ) -> ReplicaRequest | None:
-    """A container's request for HAMi's resources; None: it has none. `wanted`: resource -> quantity. Amounts above 100 % are kept, since
+    """A container's request for HAMi's resources; None without one. `wanted`: resource -> quantity. Amounts above 100 % stay, because
     `ReplicaRequest.problem` reports them. Raises ValueError for an invalid quantity."""
 
     def amount(name: str) -> int:
@@ -43,8 +40,8 @@ def replica_request(
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
-    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory; pods that it did not see are treated
-    # alike.
+    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory. Pods that the webhook did not see are
+    # treated alike.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
     cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
@@ -58,7 +55,7 @@ def replica_request(
 
 
 def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
-    """The text that `placed_by_hami` reads: the GPUs of each container of a pod. A container without GPUs has an entry, too."""
+    """The text that `placed_by_hami` reads. `containers`: the GPUs of each container of a pod, also of containers without GPUs."""
     return "".join(
         "".join(f"{uuid},NVIDIA,{amounts.memory_mebibytes},{amounts.cores}:" for uuid, amounts in gpus) + ";"
         for gpus in containers
@@ -68,11 +65,10 @@ def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
 def placed_by_hami(
     text: str, containers: Sequence[ContainerSpec], slices: Mapping[tuple[int, int], int] = MappingProxyType({})
 ) -> tuple[tuple[str, tuple[NamedGpu, ...]], ...]:
-    """Container -> its GPUs. In the text a device is `UUID,type,MiB,cores:`, and a container's entry is its devices and `;`. Raises
-    ValueError for another text.
+    """Container -> its GPUs. In the text a device is `UUID,type,MiB,cores:`, and a container's entry is its devices and `;`. HAMi may omit
+    entries of containers without GPUs (its issue 2899), so only entries with devices count.
 
-    HAMi may omit the entries of containers without GPUs (its issue 2899), so only the entries with devices count, in their order. `slices`:
-    the memory slices of MIG devices, by the positions of the container and of the device in the text.
+    `slices`: (position of the entry, position of the device) -> the memory slices of a MIG device. Raises ValueError for any other text.
     """
     if not re.fullmatch(rf"(({_DEVICE.pattern})*;)*", text):
         raise ValueError(f"{text[:64]!r} is no list of devices as HAMi writes it")
@@ -91,15 +87,13 @@ def placed_by_hami(
     return tuple((name, tuple(entry)) for name, entry in zip(wanted, devices, strict=True))
 
 
-#: The MIG devices of a pod. The scheduler writes their places, and the node's plugin adds the driver's ids.
+#: The MIG devices of a pod. The scheduler writes their places, the node's plugin adds the driver's ids.
 MIG_ALLOCATIONS: Final = "hami.io/vgpu-mig-allocations"
 _Position = Annotated[int, Meta(ge=0, le=1 << 16)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory slices of a GPU: the first one, and how many."""
-
     start: MigStart
     size: MigSize
 
@@ -110,7 +104,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigAllocation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`container`: its position among all containers of the pod, init containers first. `device`: the position among the container's GPUs.
+    """`container`: the position among all containers of the pod, init containers first. `device`: the position among the container's GPUs.
     The last three fields are known once the MIG device exists."""
 
     container: _Position = msgspec.field(name="containerIndex")
@@ -134,7 +128,6 @@ class RegisteredProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def allocation_of(gpu: str, place: MigPlace, *, container: int, device: int) -> MigAllocation:
-    """The allocation of a MIG device at this place, without the driver's ids."""
     placement = Placed(start=place.start, size=place.profile.size)
     return MigAllocation(container=container, device=device, gpu=gpu, profile=place.profile.name, placement=placement)
 
@@ -144,8 +137,7 @@ def encode_allocations(allocations: Iterable[MigAllocation]) -> str:
 
 
 def decode_allocations(text: str) -> Sequence[MigAllocation]:
-    """Raises ValueError for what HAMi's plugin refuses: an allocation without a required field, one with only some of the driver's ids, or
-    a device that appears twice."""
+    """Raises ValueError where HAMi's plugin refuses the text: a missing field, only some of the driver's ids, or a device twice."""
     found = decode_json(text or "[]", tuple[MigAllocation, ...], "no MIG allocations of HAMi")
     for each in found:
         if len({bool(each.mig_uuid), each.gpu_instance is not None, each.compute_instance is not None}) > 1:
@@ -156,12 +148,11 @@ def decode_allocations(text: str) -> Sequence[MigAllocation]:
 
 
 def slices_in(text: str) -> Mapping[tuple[int, int], int]:
-    """(container, device) -> the memory slices of its MIG device, slice n as bit n. Raises ValueError, as `decode_allocations`."""
+    """(container, device) -> memory slices, slice n as bit n. Raises what `decode_allocations` raises."""
     return {(each.container, each.device): each.placement.slices for each in decode_allocations(text)}
 
 
 def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfile, ...]:
-    """The profiles in the form of the node's annotation."""
     return tuple(
         RegisteredProfile(
             name=each.name,
@@ -177,19 +168,16 @@ def registered_profiles(profiles: Sequence[MigProfile]) -> tuple[RegisteredProfi
 
 REGISTER: Final = "hami.io/node-nvidia-register"
 SCORES: Final = "hami.io/node-nvidia-score"
-#: HAMi's scheduler binds no other pod to the node while the node has this annotation: the time, and the namespace and name of a pod.
+#: While the node has this annotation, HAMi's scheduler binds no other pod to it. The text is the time, and the namespace and name of a pod.
 LOCK: Final = "hami.io/mutex.lock"
-#: UUIDs, separated by commas, of GPUs that get no new pods. Operators write it; a text of another form has no effect.
+#: The UUIDs, separated by commas, of GPUs that get no new pods. Operators write it; a text of another form has no effect.
 DEVICE_CORDON: Final = "hami.io/device-cordon"
 _Unsigned = Annotated[int, Meta(ge=0)]
 
 
 class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`count`: how many containers may share the GPU. `cores` in percent. An unhealthy GPU gets no new pods. `mig_profiles`: only in mode
-    mig.
-
-    In JSON, fields that are 0, false or empty are left out.
-    """
+    """`count`: how many containers may share the GPU. `cores`: percent. An unhealthy GPU gets no new pods. `mig_profiles`: only in mode
+    mig. The JSON lacks fields that are 0, false or empty."""
 
     uuid: Annotated[str, Meta(min_length=1)] = field(name="id")
     index: _Unsigned = 0
@@ -198,7 +186,7 @@ class RegisteredGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cores: _Unsigned = field(name="devcore", default=0)
     model: str = field(name="type", default="")
     numa: int = 0
-    #: `omit_defaults` leaves out plain defaults, but not the value of a factory: this field is always in the JSON.
+    #: Always in the JSON, because `omit_defaults` does not omit the value of a factory.
     mode: str = field(default_factory=lambda: "hami-core")
     mig_profiles: tuple[RegisteredProfile, ...] = field(name="migProfiles", default=())
     healthy: bool = field(name="health", default=False)

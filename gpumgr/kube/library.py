@@ -1,4 +1,4 @@
-"""Loads the only function of kubernetes_asyncio that gpumgr uses: it reads kubeconfig files and runs their credential plugins."""
+"""Loads the function of kubernetes_asyncio that reads kubeconfig files and runs their credential plugins."""
 
 import importlib
 import sys
@@ -13,9 +13,8 @@ _ROOT: Final = "kubernetes_asyncio"
 _PACKAGES: Final = (_ROOT, f"{_ROOT}.client", f"{_ROOT}.config")
 
 
-# Importing any module of the library runs the `__init__` of its packages, which import every API and model: more than a thousand modules,
-# and 30 MiB of memory. The library has no option to avoid that. So a finder (the import system's extension point) gives the library's
-# packages an empty `__init__` during the import.
+# An import of any module of the library imports all APIs and models through the packages' `__init__`: over a thousand modules, 30 MiB. The
+# library can't avoid that, so this finder gives its packages an empty `__init__` during the import.
 class _EmptyPackages(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in _PACKAGES else None
@@ -25,13 +24,13 @@ class _EmptyPackages(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == f"{_ROOT}.client":
-            # The reader of kubeconfig files imports these two names, and needs neither if it is given an object to fill.
+            # The kubeconfig reader imports these two names. It needs neither, because gpumgr passes it an object to fill.
             module.__dict__.update(Configuration=None, ApiClient=None)
 
 
 @cache
 def kubeconfig_loader() -> Callable[..., Any]:
-    """Returns `load_kube_config`. Imports the library once; modules that the process has already imported are used."""
+    """Returns `load_kube_config`; imports the library at the first call."""
     finder = _EmptyPackages()
     sys.meta_path.insert(0, finder)
     try:

@@ -1,9 +1,8 @@
-"""Annotations of a pod that describe the allocations of its containers. Pure.
+"""The annotations that describe the allocations of a pod's containers. Pure.
 
-Beside gpumgr's keys a pod gets gpu-manager's, so that gpu-admission and tools around it continue to work. These are (source: tkestack
-gpu-manager, its contract with gpu-admission): the minors of each container's GPUs under the container's index in spec.containers, the
-node, the time, and a mark that the pod has its GPUs. `tencent.com/vcuda-device` and similar keys are annotations of containers, in the
-response to Allocate.
+A pod gets gpumgr's keys and gpu-manager's, so that gpu-admission and similar tools continue to work. gpu-manager's keys (source: its
+contract with gpu-admission) are the node, the time, a mark that the pod has its GPUs, and the GPUs' minors for each index of
+spec.containers.
 """
 
 import json
@@ -23,12 +22,11 @@ from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 
 ALLOCATIONS: Final = "gpumgr.io/allocations"
-#: The outcome of the admission of a pod, for HAMi's scheduler, which bound the pod.
+#: The result of a pod's admission, for HAMi's scheduler.
 HAMI_PHASE: Final = "hami.io/bind-phase"
 
 
 def is_ours(key: str) -> bool:
-    """Whether `pod_annotations` makes this key."""
     mine = (ALLOCATIONS, RESIZED_ANNOTATION, ASSIGNED, PREDICATE_NODE, PREDICATE_TIME, HAMI_PHASE)
     return key in mine or key.startswith(PREDICATE_INDEX)
 
@@ -43,10 +41,10 @@ def pod_annotations(
     evaluators: Mapping[AllocationId, str] = MappingProxyType({}),
     suspensions: SuspensionsById = MappingProxyType({}),
 ) -> dict[str, str]:
-    """All keys with their values; none if the pod has no allocations. The same ledger gives the same text.
+    """All keys with their values; {} if the pod has no allocations. Equal input gives an equal text.
 
     `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators`: allocation -> the evaluator that
-    chose its GPUs, if that is known.
+    chose its GPUs, if known.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))
@@ -64,7 +62,7 @@ def pod_annotations(
 
 
 def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[GpuName, Gpu]) -> Iterator[tuple[str, str]]:
-    """The annotations with the device minors, only for app containers, as in gpu-manager, which calls the minors indices."""
+    """The annotations with the minors of app containers' GPUs. gpu-manager calls these minors indices."""
     places = {container.name: place for place, container in enumerate(c for c in view.containers if c.kind == "app")}
     for a in allocations:
         place = places.get(a.container) if a.container is not None else None
@@ -74,7 +72,7 @@ def _indices(view: PodView, allocations: Sequence[Allocation], gpus: Mapping[Gpu
 
 
 def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Container -> what it may use of each of its GPUs now, and why its last resize was refused."""
+    """Container -> what it may use of each of its GPUs, and why its last resize was refused."""
     for a in allocations:
         if a.resize is not None and a.gpus:
             limits = a.limits_on(next(iter(a.gpus)))
@@ -110,8 +108,7 @@ def _json(value: object) -> str:
 
 
 def with_driver_ids(text: str, devices: Iterable[tuple[str, MigDevice]]) -> str:
-    """HAMi's annotation `text` (MIG_ALLOCATIONS) with the driver's ids of the MIG device at each place. `devices`: (UUID of the GPU, MIG
-    device). Raises ValueError."""
+    """Adds the driver's ids to HAMi's annotation `text` (MIG_ALLOCATIONS). `devices`: (UUID of the GPU, MIG device). Raises ValueError."""
     ids = {(gpu, each.profile, each.memory_slices): each for gpu, each in devices}
 
     def completed(each: MigAllocation) -> MigAllocation:

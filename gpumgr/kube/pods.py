@@ -1,4 +1,4 @@
-"""Parses the JSON of a pod into a PodView, which has what gpumgr needs of it."""
+"""Parses the JSON of a pod into a PodView."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,25 +35,26 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
-#: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that the kubelet gives the static pod.
+#: Annotation of a static pod's mirror pod, which only the kubelet can create. It has the UID that the kubelet gave the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: The annotation and the environment variable that give two more fields of gpu-manager's /usage. Users may write any text there.
+#: The annotation and the environment variable for two further fields of gpu-manager's /usage.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
 _DURATION: Final = re.compile("([1-9][0-9]{0,5})([smh])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
-#: Limits in characters for a user's text and for a kubelet's sentence.
+#: In characters: for a user's text and a kubelet's sentence.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
 _RESIZE_EXAMPLE: Final = '{"main": {"cores": 40, "memoryMiB": 4096}}'
-#: A placement without a GPU for any container. The agent then refuses the containers: it never chooses GPUs that HAMi's scheduler does
-#: not count.
+#: A placement without a GPU for any container. With it the agent refuses the containers, because HAMi's scheduler would not count GPUs that
+#: the agent chooses itself.
 _NO_GPUS: Final = (("", ()),)
 
 
 def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None, mig_resource: str | None = None) -> PodView:
-    """The pod's view. To save memory, it has no containers if the pod requests no GPU. `resources`: HAMi's resources, if pods may request
-    them; `mig_resource`: the resource of MIG devices, or the beginning of such resources if it ends in "-".
+    """Parses a pod. The view of a pod that requests no GPU has no containers, to save memory.
+
+    `resources`: HAMi's resources, if pods may request them. `mig_resource`: the resource of MIG devices, or a prefix that ends in "-".
 
     Raises ValueError, KeyError, TypeError or AttributeError for an object that is not a pod.
     """
@@ -91,7 +92,7 @@ def parse_pod(pod: Mapping[str, Any], resources: ReplicaResources | None = None,
 
 
 def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields `deleted`, `ends_at` and `grace_seconds` of a PodView."""
+    """The fields `deleted`, `ends_at` and `grace_seconds`."""
     if not (timestamp := metadata.get("deletionTimestamp")):
         return {}
     grace = metadata.get("deletionGracePeriodSeconds")
@@ -99,7 +100,7 @@ def _deletion(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
-    """The field `constraints` or `unreadable` of a PodView."""
+    """The field `constraints` or `unreadable`."""
     try:
         return {"constraints": constraints_of(annotations)}
     except Refusal as refusal:
@@ -107,7 +108,7 @@ def selected(annotations: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[ContainerSpec]) -> dict[str, Any]:
-    """The fields `placed`, `placement_ignored` and `bound_by_hami`. Users may write the annotations, so a wrong one does not make a pod
+    """The fields `placed`, `placement_ignored` and `bound_by_hami`. Users may write the annotations, so a wrong one must not make the pod
     unreadable."""
     text = annotations.get(PLACEMENT_ANNOTATION)
     if text is not None or annotations.get(HAMI_NODE) != node or not any(each.replicas for each in containers):
@@ -122,8 +123,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler wrote for a request in percent. It can't be computed again: the scheduler took a
-    part of the memory that was registered at the placement, without what other pods held then."""
+    """The container with the memory that HAMi's scheduler wrote for a request in percent. The agent can't compute it, because the scheduler
+    took the percentage of the memory that was registered at the placement."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
@@ -143,7 +144,7 @@ def _placement(text: object, node: str) -> dict[str, Any]:
 
 
 def parse_quantity(text: str) -> int:
-    """A quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative numbers and
+    """Parses a quantity that is a whole number: "10", "1k", "2Ki", "1e3", "3000m". Raises ValueError for fractions, negative numbers and
     other texts."""
     if len(text) <= 18 and text.isascii() and text.isdecimal():  # as the API server writes these resources
         return int(text)
@@ -162,8 +163,7 @@ def quantity_or_0(text: str) -> int:
 
 
 def parse_rounded_up(text: str) -> int:
-    """A quantity as a whole number, rounded up as Quantity.Value of Kubernetes does: 10 for "9500m". Raises ValueError for negative
-    numbers and other texts."""
+    """Rounds a quantity up, as Kubernetes' Quantity.Value does: 10 for "9500m". Raises ValueError for negative numbers and other texts."""
     return ceil(_decimal(text))
 
 
@@ -184,7 +184,7 @@ def _decimal(text: str) -> Decimal:
 
 
 def _containers(spec: Mapping[str, Any], resources: ReplicaResources | None, mig: str | None) -> Iterator[ContainerSpec]:
-    """The pod's containers in the order in which the kubelet allocates."""
+    """In the order in which the kubelet allocates."""
     for container in spec.get("initContainers") or ():
         yield _container(container, "sidecar" if container.get("restartPolicy") == "Always" else "init", resources, mig)
     for container in spec.get("containers") or ():
@@ -213,7 +213,7 @@ def _is_mig(name: str, mig: str) -> bool:
 
 
 def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:
-    """Which container uses which claim. The pod's status has the names of claims that were made from a template."""
+    """Which container uses which claim. The status names claims from templates."""
     pod_claims = spec.get("resourceClaims") or ()
     if not pod_claims:
         return
@@ -234,13 +234,13 @@ def _started(status: Mapping[str, Any]) -> bool:
 
 
 def _core_limit(text: object) -> int | None:
-    """The number from 0 to 100; a larger number counts as 100. Any other text counts as no limit: it must not make the pod unreadable."""
+    """A number from 0 to 100; larger numbers count as 100. Another text counts as no limit, so that the pod stays readable."""
     whole = isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text)
     return min(int(whole[0]), 100) if whole else None
 
 
 def _memory_limits(text: object, containers: Collection[str]) -> dict[str, Any]:
-    """The field `memory_limits` or `memory_limits_ignored`. `containers`: the names of all containers of the pod."""
+    """The field `memory_limits` or `memory_limits_ignored`."""
     if text is None:
         return {}
     try:
@@ -275,7 +275,7 @@ class _Resize(
 
 
 def _resizes(text: object, containers: Collection[str]) -> tuple[tuple[str, ResizeRequest], ...]:
-    """The request for each container that the annotation names. If the annotation can't be used, each container gets the problem."""
+    """Container -> its resize request. If the annotation is invalid, each container's request contains the problem."""
     if text is None:
         return ()
     try:
@@ -289,7 +289,7 @@ def _resizes(text: object, containers: Collection[str]) -> tuple[tuple[str, Resi
 
 
 def _submitter(spec: Mapping[str, Any]) -> str | None:
-    """The submitter as gpu-manager reads it: from the first app container, and only a literal value."""
+    """The submitter as gpu-manager reads it: a literal value in the first app container."""
     for container in (spec.get("containers") or ())[:1]:
         for variable in container.get("env") or ():
             if variable.get("name") == SUBMITTER_VARIABLE:

@@ -1,15 +1,12 @@
-"""A local copy of a list of API objects, kept up to date by a watch. It behaves as client-go's reflector, on plain JSON.
+"""A local copy of a list of API objects, kept up to date by a watch, as client-go's reflector does it.
 
 Invariants:
-1. The copy corresponds to the newest resource version received. After an expired version everything is listed again, and what is missing
-   there counts as deleted.
-2. No behaviour of the server ends or blocks the reflector: silence has a limit, and every failure is retried with growing, jittered pauses,
-   or after Retry-After. Only a watch that lasted for `lasted_seconds` is resumed at once. A watch without events does not prove that
-   nothing has changed: after `list_seconds` of silence the objects are listed again.
-3. Only the result of `parse` is kept. Each object is decoded on its own: an object that can't be read is named in the log and in an event,
-   keeps its last result, and never counts as deleted. Other objects are not affected.
-
-The API has no option to leave out `metadata.managedFields`; the decoders skip them.
+1. The copy has the newest resource version received. If that version has expired, all objects are listed again. An object that the list
+   lacks counts as deleted.
+2. No behaviour of the server ends or blocks the reflector. Each failure is retried after a growing, jittered pause or Retry-After; only a
+   watch that lasted for `lasted_seconds` is resumed at once. Each wait for the server has a limit.
+3. Each object is decoded on its own. An object that can't be read is reported in the log and in an event. Its last result stays; it never
+   counts as deleted.
 """
 
 import asyncio
@@ -43,14 +40,13 @@ from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
-#: In seconds: the shortest timeout of the request for a page, and the requested duration of a watch after a list that failed.
+#: In seconds. `_SHORTEST_WATCH` is the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
-#: Reason of the event of an object that can't be read.
 UNREADABLE_REASON: Final = "GpumgrCannotRead"
-#: The most events that are written after a list, since a user could store any number of such objects.
+#: The most events after a list, because users can store any number of unreadable objects.
 _MOST_EVENTS: Final = 20
-#: The last part of a watch's path -> the kind of its objects. The items of a list do not have it.
+#: The last part of a watch's path -> the kind of its objects, which the items of a list lack.
 _KINDS: Final = {
     "pods": "Pod",
     "nodes": "Node",
@@ -60,7 +56,7 @@ _KINDS: Final = {
     "resourceclaimtemplates": "ResourceClaimTemplate",
     "resourceslices": "ResourceSlice",
 }
-#: How many objects are processed before the event loop runs other tasks.
+#: After this many objects the event loop runs other tasks.
 _SLICE = 50
 
 
@@ -70,7 +66,7 @@ class _PageMetadata(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """A part of a list. Its objects are decoded one after another, since a decoded object is many times larger than its text."""
+    """A part of a list. Its objects are decoded one after another, because a decoded object is many times larger than its text."""
 
     metadata: _PageMetadata
     items: list[msgspec.Raw] | None = None
@@ -104,14 +100,14 @@ T = TypeVar("T", bound=Keyed)
 
 
 class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """`watch_seconds`: the shortest and the longest requested duration of a watch. `silence_seconds`: how long after that duration a silent
-    watch is given up.
+    """When the reflector requests, resumes and gives up a watch.
 
-    `lasted_seconds`: a watch that lasted at least this long is resumed at once. Pauses after failures grow from the first to the longest of
-    `pause_seconds`; a Retry-After is obeyed for up to two minutes.
+    `watch_seconds`: the shortest and the longest requested duration of a watch. A silent watch is given up `silence_seconds` after the
+    requested duration. `lasted_seconds`: a watch that lasted this long is resumed at once. `pause_seconds`: the first and the longest pause
+    after a failure.
 
-    `list_seconds`: objects are listed again if for that time the server has neither sent an event or a bookmark nor ended a watch as
-    requested. `outdated_seconds`: the copy is outdated if the server has done none of these for that time, and a list has failed, too.
+    The last two fields limit the time without an event, a bookmark or a requested end of a watch. After `list_seconds` the objects are
+    listed again. After `outdated_seconds` the copy is outdated if a list has failed, too.
     """
 
     watch_seconds: tuple[int, int] = (240, 300)
@@ -123,10 +119,12 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_watches(outdated_seconds: float) -> WatchTimes:
-    """Times with which a silent server is noticed within `outdated_seconds` (15 or more). The API server sends a bookmark once a minute,
-    and about 2 s before the requested end of a watch (storage/cacher), unless the resource has not changed since the watch began; then only
-    the end of the watch shows that the server works. So watches are short: if `outdated_seconds` is 30, they take 18 to 20 s, their end may
-    be 2 s late, and 8 s are left for a list."""
+    """Times with which a silent server is noticed within `outdated_seconds` (15 or more).
+
+    The API server sends a bookmark once a minute and about 2 s before the requested end of a watch (storage/cacher). If the resource has
+    not changed since the watch began, there is only the end of the watch. So watches are short: with 30 s they take 18 to 20 s, their end
+    may be 2 s late, and 8 s are left for a list.
+    """
     return WatchTimes(
         watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
         silence_seconds=outdated_seconds / 15,
@@ -138,14 +136,15 @@ def prompt_watches(outdated_seconds: float) -> WatchTimes:
 
 
 class ExpiredError(GpumgrError):
-    """The resource version is too old (410), or the stream is malformed: list again."""
+    """The resource version is too old (410), or the stream is malformed; all objects must be listed again."""
 
 
 class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The objects of a path that the query selects, and what is kept of each.
+    """The selected objects of a path, and how they are read. For objects with more than `thread_bytes`, `decode` and `parse` run on a
+    thread.
 
-    `decode` takes the JSON of an object, and `parse` takes its result. If `decode` returns None, nothing is kept of the object. For objects
-    with more than `thread_bytes` both run on a thread. `write_events`: whether an object that can't be read gets an event now.
+    `decode` takes the JSON of an object; if it returns None, the object is ignored. `parse` takes the result of `decode`. `write_events`:
+    whether an object that can't be read gets an event now.
     """
 
     path: str
@@ -157,22 +156,22 @@ class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class _UnreadableObjects:
-    """The unreadable objects of one watch. `reasons`: UID -> why it can't be read."""
+    """`reasons`: UID -> why the object can't be read."""
 
     def __init__(self, server: ApiServer, path: str, write_events: Callable[[], bool]) -> None:
         self._server, self._path, self._write_events = server, path, write_events
         self.reasons: dict[str, str] = {}
         self._events_left = _MOST_EVENTS
-        #: The event loop itself keeps only weak references to its tasks.
+        #: Keeps the tasks alive, because the event loop has only weak references to them.
         self._writing: set[asyncio.Task[None]] = set()
 
     def listed(self, uids: set[str]) -> None:
-        """Call it after a list. `uids`: the listed objects that can't be read."""
+        """Call it after a list, with the UIDs of the listed objects that can't be read."""
         self.reasons = {uid: why for uid, why in self.reasons.items() if uid in uids}
         self._events_left = _MOST_EVENTS
 
     def add(self, uid: str, namespace: str, name: str, error: Exception) -> None:
-        """Reports the object, once. `uid` is "" for an object without one."""
+        """`uid` is "" for an object without one."""
         if uid in self.reasons:
             return
         why = self.reasons[uid] = unreadable_text(error)
@@ -190,15 +189,15 @@ class _UnreadableObjects:
         about = ObjectRef(kind=kind, namespace=namespace, name=name, uid=uid, api_version=version)
         text = f"gpumgr can't read this object ({why}) and continues with its last readable state; correct or delete it"
         event, now = Event(about=about, reason=UNREADABLE_REASON, message=text, warning=True), time.time()
-        with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object too
+        with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object, too
             await EventSeries.once(event, now).write(self._server, "gpumgr")
 
 
 class Reflector(Generic[T]):
-    """`run` it as a daemon; `on_change(before, after)` is called for every difference, with None for an object that does not exist.
-    `on_list` is called after every list: changes before the list may have been missed, such as the creation and deletion of an object.
+    """Keeps the copy up to date while `run` runs. `on_change(before, after)` is called for each difference; None means that the object does
+    not exist. `on_list` is called after each list, because an object may have been created and deleted unseen before it.
 
-    `sleep`, `jitter` (0.0 to 1.0) and `clock` (monotonic, in seconds) are replaced in tests.
+    `jitter` returns 0.0 to 1.0; `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -222,21 +221,19 @@ class Reflector(Generic[T]):
         self._watching_since: float | None = None
         self._logged: str | None = None
         self._clock, self._heard_at = clock, clock()
-        #: Why the last list failed; None if the server has sent something since.
+        #: Why the last list failed; None if the server has sent something since then.
         self._list_error: str | None = None
-        #: From this time of `clock` on the copy is outdated, unless the server sends something first. Each verb of the scheduler reads it.
+        #: When (by `clock`) the copy becomes outdated, unless the server sends something first. The scheduler reads it in each call.
         self.outdated_at = math.inf
         self._outdated_log = LogPace(clock)
         self.synced = asyncio.Event()
 
     @property
     def answered(self) -> bool:
-        """Whether the last request succeeded."""
         return self._logged is None
 
     @property
     def unreadable(self) -> int:
-        """How many objects can't be read."""
         return len(self._unreadable.reasons)
 
     @property
@@ -246,7 +243,7 @@ class Reflector(Generic[T]):
 
     @property
     def outdated(self) -> str | None:
-        """Why the copy may lack old changes, in words; None if it is not outdated."""
+        """Why the copy may be outdated, in words; None if it is not."""
         if self._clock() < self.outdated_at:
             return None
         return (
@@ -264,11 +261,10 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self) -> NoReturn:
-        """Lists and watches until cancelled."""
         pause, listing = self._pace.pause_seconds[0], False
         while True:
             self._watching_since, wanted = None, 0.0
-            # After a list that failed, a watch is tried: it may still work.
+            # After a list that failed, a watch is tried, because it may still work.
             listing = self._version is None or (self.silent_seconds >= self._pace.list_seconds and not listing)
             try:
                 if listing:
@@ -295,7 +291,7 @@ class Reflector(Generic[T]):
             pause = min(pause * 2, self._pace.pause_seconds[1])
 
     def _log_once(self, text: str) -> None:
-        """Logs a transient error, once for each text until a request succeeds."""
+        """Logs an error, but not the same text again until a request succeeds."""
         if text != self._logged:
             self._logged = text
             _log.warning("api_server_retries", path=self._watched.path, error=text)
@@ -338,7 +334,7 @@ class Reflector(Generic[T]):
         self.synced.set()
 
     async def _page(self, query: Mapping[str, str]) -> bytes:
-        # A list that hangs fails before the copy is outdated; later lists have the usual timeout.
+        # A list that hangs must fail before the copy is outdated. Later lists have the usual timeout.
         left = self._pace.outdated_seconds - self.silent_seconds
         timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
         async with self._server.request("GET", self._watched.path, query, timeout) as response:
@@ -360,7 +356,7 @@ class Reflector(Generic[T]):
             self._on_change(before, after)
 
     async def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
-        """Returns the result of `parse` and True; if the object can't be read, the object's last result and False."""
+        """Returns the result of `parse` and True. Returns the object's last result and False if the object can't be read."""
         if not metadata.uid:
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
@@ -377,7 +373,6 @@ class Reflector(Generic[T]):
     # -- watch -------------------------------------------------------------------------------------------------------------
 
     async def _watch(self, version: str) -> None:
-        """Watches until the server ends the stream. Raises what `run` catches."""
         low, high = self._pace.watch_seconds
         seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
         query = {
@@ -393,7 +388,7 @@ class Reflector(Generic[T]):
             self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):
                 await self._event(await _decoded(line, _Event))
-            if self._clock() - self._watching_since >= seconds - 1:  # the watch lasted as requested, so there was nothing to send
+            if self._clock() - self._watching_since >= seconds - 1:  # lasted as requested, so there was nothing to send
                 self._heard(self._clock())
 
     async def _event(self, event: _Event) -> None:
@@ -428,7 +423,7 @@ async def _decoded(text: bytes, kind: type[_K]) -> _K:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines, of any length; text after the last line break is an incomplete event, and is dropped."""
+    """The lines, of any length. Drops text after the last line break, because it is an incomplete event."""
     parts: list[bytes] = []
     async for chunk in content.iter_any():
         *ends, rest = chunk.split(b"\n")

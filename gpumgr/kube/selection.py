@@ -1,11 +1,10 @@
-"""Reads from a pod's annotations which GPUs it demands, in gpumgr's and in HAMi's spelling. Pure.
+"""Reads which GPUs a pod demands from its annotations, gpumgr's and HAMi's. Pure.
 
-If a pod has two annotations with the same meaning, gpumgr's counts, and HAMi's is not read. Empty texts are no constraints, except that
-of nvidia.com/vgpu-mode: no GPU satisfies it.
+If a pod has both annotations for a demand, only gpumgr's counts. An empty text is no constraint, except in nvidia.com/vgpu-mode.
 
-HAMi's scheduler accepts every text, so pods that it has bound may have any text in HAMi's annotations. These are read as HAMi 2.10 reads
-them (CheckType and CheckUUID in pkg/device/devices.go; assertNuma and checkType in pkg/device/nvidia/device.go), with two exceptions:
-their length is limited, and an empty list is no constraint, as in HAMi up to 2.9. Texts of gpumgr's annotations are checked.
+HAMi's scheduler accepts any text, so its annotations are read as HAMi 2.10 reads them (CheckType and CheckUUID in pkg/device/devices.go;
+assertNuma and checkType in pkg/device/nvidia/device.go). There are two exceptions: the length is limited, and an empty list is no
+constraint, as in HAMi up to 2.9. The texts of gpumgr's annotations are checked.
 """
 
 import re
@@ -19,22 +18,22 @@ USE_MODELS: Final = ("gpumgr.io/use-gpu-model", "nvidia.com/use-gputype")
 AVOID_MODELS: Final = ("gpumgr.io/avoid-gpu-model", "nvidia.com/nouse-gputype")
 USE_UUIDS: Final = ("gpumgr.io/use-gpu-uuid", "nvidia.com/use-gpuuuid")
 AVOID_UUIDS: Final = ("gpumgr.io/avoid-gpu-uuid", "nvidia.com/nouse-gpuuuid")
-#: Only HAMi has this annotation: its text contains the modes of the GPUs that the pod may have.
+#: Only HAMi has this annotation. It lists the modes that the pod's GPUs may have.
 USE_MODES: Final = "nvidia.com/vgpu-mode"
 SAME_NUMA_NODE: Final = ("gpumgr.io/same-numa-node", "nvidia.com/numa-bind")
-#: HAMi's policy for the GPUs of a node, which may be a list. `mutex` is a constraint: GPUs without containers.
+#: HAMi's policies for the choice of GPUs, separated by commas. `mutex` is a constraint: only GPUs without containers.
 GPU_POLICY: Final = "hami.io/gpu-scheduler-policy"
 
 _MAX_NAMES: Final = 64
 MAX_CHARACTERS: Final = 96
 _UUID: Final = re.compile("GPU-[0-9A-Za-z._-]+")
-#: The texts of Go's strconv.ParseBool, which HAMi uses, and the empty text.
+#: Source: Go's strconv.ParseBool, which HAMi uses, and the empty text.
 _TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 _FALSE: Final = ("", "0", "f", "F", "FALSE", "false", "False")
 
 
 def constraints_of(annotations: Mapping[str, object]) -> Constraints:
-    """Raises Refusal for a text of gpumgr's annotations that can't be read, and for too many or too long names."""
+    """Raises Refusal for an unreadable text of gpumgr's annotations, and for too many or too long names."""
     return Constraints(
         use_models=_names(annotations, USE_MODELS),
         avoid_models=_names(annotations, AVOID_MODELS),
@@ -47,7 +46,7 @@ def constraints_of(annotations: Mapping[str, object]) -> Constraints:
 
 
 def _modes(annotations: Mapping[str, object]) -> tuple[str, ...] | None:
-    """The modes of GPUs that the text allows; None: any. A text without a mode, also an empty one, gives (), which no GPU satisfies."""
+    """The modes that the text allows; None: any. A text without a mode, such as "", gives (), which no GPU satisfies."""
     modes = tuple(mode for mode in MODES if USE_MODES not in annotations or mode in str(annotations[USE_MODES]))
     return modes if modes != MODES else None
 
@@ -63,7 +62,7 @@ def _given(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[st
 
 
 def _names(annotations: Mapping[str, object], keys: tuple[str, str]) -> tuple[str, ...]:
-    """The names in the text, sorted, so that their order in the text makes no difference."""
+    """The names in the text, sorted, because their order has no meaning."""
     key, text = _given(annotations, keys)
     own = key == keys[0]
     names = tuple(sorted({name for each in text.split(",") if (name := each.strip())}))
@@ -90,5 +89,4 @@ def _truth(annotations: Mapping[str, object], keys: tuple[str, str]) -> bool:
 
 
 def refusal(key: str, reason: str) -> Refusal:
-    """The Refusal for an annotation that can't be read."""
     return Refusal("invalid_request", f"annotation {key}: {reason}")

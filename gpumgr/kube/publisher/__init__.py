@@ -1,1 +1,1 @@
-"""Publishes the agent's state to the API server: pod annotations, node labels and condition, events, evictions."""
+"""Publishes the agent's state to the API server: annotations of pods, the state of the node, events, evictions."""

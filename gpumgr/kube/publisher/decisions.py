@@ -1,11 +1,10 @@
 """Publishes decisions: writes the ledger as annotations of pods, and the entries of the history as events.
 
 Invariants:
-1. The listeners only store what is new, since a kubelet's call may be waiting. `report` does the rest, and a bug there fails no caller.
-2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event cover all its containers and resources.
-3. Annotations follow the ledger: if an allocation got another pod or was adopted, or was not written before a restart, its annotations are
-   written later. They are written only once the API server has listed the pod, since only its UID distinguishes it from another pod of the
-   same name.
+1. The listeners only store what is new, because a kubelet's call may be waiting. `report` does the rest, so a bug there fails no caller.
+2. A pod is reported once the kubelet's calls for it have been answered, with one patch and one event for all containers and resources.
+3. Annotations follow the ledger, also after an adoption or a restart. They are written once the API server has listed the pod, because only
+   its UID distinguishes it from another pod of the same name.
 """
 
 import asyncio
@@ -31,26 +30,24 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import SuspensionsById
 from gpumgr.placement.pods import PodView
 
-#: How long after a change of an allocation its pod is reported: the kubelet's calls for one pod arrive within milliseconds.
+#: How long after a change of an allocation its pod is reported. The kubelet's calls for one pod arrive within milliseconds.
 SETTLE_SECONDS: Final = 0.3
 REPORT_SECONDS: Final = 1.0
-#: How often the annotations of all pods are compared with what the API server has.
+#: How often the annotations of all pods are compared with the ledger.
 CHECK_SECONDS: Final = 600.0
-#: Reason of the event of a pod that the API server refuses to evict.
 NOT_EVICTED: Final = "GpuPodNotEvicted"
 PLACED: Final = "GpuPlaced"
 REFUSED: Final = "GpuRefused"
 #: Mechanisms that enforce nothing (the backends Unlimited and UnlimitedMps).
 _UNLIMITED: Final = frozenset({"none", "mps-open"})
-#: An event about a GPU or the settings file with one of these codes is a warning.
+#: Codes of the history for which an event about a GPU or the settings file is a warning.
 _WARNINGS: Final = frozenset({"lost", "unhealthy", "not_readable", "overcommitted", "rejected"})
 
-#: The name of a GPU for people.
 Label = Callable[[GpuName], str]
 
 
 class DecisionReporter:
-    """Receives entries of the history from its construction on; `run` is a daemon. `clock` is monotonic, in seconds."""
+    """Receives entries of the history from its construction on. `run` is a daemon. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -77,13 +74,12 @@ class DecisionReporter:
         pods.subscribe(self._pod_changed)
 
     def switch(self, *, annotate_pods: bool, write_events: bool) -> None:
-        """Sets what is published from now on; missing annotations are written with the next report."""
+        """Sets what is published from now on. Missing annotations are written with the next report."""
         if annotate_pods and not self._annotate_pods:
             self._next_check = self._clock()
         self._annotate_pods, self._write_events = annotate_pods, write_events
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
         while True:
             self._news.clear()
             self.report()
@@ -105,7 +101,6 @@ class DecisionReporter:
     # -- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Publishes what is new. A call is cheap if nothing is new."""
         now = self._clock()
         for eviction, why in self._publisher.take_refused_evictions():
             message = f"the pod is not evicted ({eviction.reason}): {why}"
@@ -119,7 +114,7 @@ class DecisionReporter:
             self._settle(now)
 
     def _follow_ledger(self, now: float) -> None:
-        """Notes the allocations that have changed. At each check all allocations count as changed."""
+        """Notes the changed allocations. At each check all allocations count as changed."""
         ledger, suspensions = self._agent_state.ledger, self._agent_state.suspensions
         before, former = self._seen.allocations, self._suspensions
         self._seen, self._suspensions = ledger, suspensions
@@ -130,7 +125,7 @@ class DecisionReporter:
                 self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
-        """Reports each pod once all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods
+        """Reports each pod when all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods
         without allocations."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
@@ -149,7 +144,7 @@ class DecisionReporter:
                 self._annotate(view, {})
 
     def _report_pod(self, view: PodView, allocations: Sequence[Allocation]) -> None:
-        """Nothing is published for a failed pod, such as one with a refused container: it holds nothing."""
+        """A failed pod, such as one with a refused container, holds nothing, so nothing is published for it."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         allocations = [a for a in allocations if not a.reserved]
         fresh = [a for a in allocations if a.id in self._unreported]
@@ -172,7 +167,7 @@ class DecisionReporter:
             self._record(placement(_ref(view), fresh, self._agent_state.node().label))
 
     def _for_hami(self, view: PodView, allocations: Iterable[Allocation]) -> Mapping[str, str]:
-        """HAMi's annotation of the pod's MIG devices, completed with the driver's ids; empty if the scheduler has not written it."""
+        """HAMi's annotation of the pod's MIG devices with the driver's ids; {} if the scheduler has not written it."""
         registry, text = self._agent_state.ledger.gpu_registry, self._pods.annotations(view.uid).get(MIG_ALLOCATIONS)
         if text is None:
             return {}
@@ -182,8 +177,8 @@ class DecisionReporter:
         return {MIG_ALLOCATIONS: text}
 
     def _annotate(self, view: PodView, wanted: Mapping[str, str]) -> None:
-        """Publishes the annotations if any differs from what the pod has. Keys are removed only if the agent wrote them, since a scheduler
-        writes some of the same keys."""
+        """Writes the annotations that differ. Removes keys only from a pod that the agent has annotated, because a scheduler writes some of
+        these keys."""
         present = self._pods.annotations(view.uid)
         gone = [key for key in present if key not in wanted and is_ours(key)] if ALLOCATIONS in present else []
         if self._annotate_pods and (gone or any(present.get(key) != value for key, value in wanted.items())):
@@ -205,7 +200,7 @@ class DecisionReporter:
                 self._record(node_event(self._node, entry, self._agent_state.node().label))
 
     def _about(self, entry: HistoryEntry) -> ObjectRef | None:
-        """The entry's pod; None if its UID is not known. Then no event is written, but the kubelet's own event has a refusal's reason."""
+        """The entry's pod; None if its UID is not known. Then no event is written; the kubelet's own event has the reason of a refusal."""
         allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
         pod = entry.pod or (allocation.pod if allocation else None)
         uid = entry.pod_uid or (allocation.uid if allocation else None)
@@ -219,12 +214,12 @@ class DecisionReporter:
 
 
 def _ref(view: PodView) -> ObjectRef:
-    """The pod in an event. A static pod has the UID that the kubelet gave it: `kubectl describe` searches for that."""
+    """A static pod's event needs the UID from the kubelet, because `kubectl describe` searches for it."""
     return pod_ref(view.key, view.runtime_uid or view.uid)
 
 
 def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label) -> Event:
-    """The event with the GPUs of all containers of a pod, and with the containers that run without limits."""
+    """The event with the GPUs of a pod's containers and with the containers that run without limits."""
     return Event(
         about=about,
         reason=PLACED,
@@ -235,7 +230,7 @@ def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label)
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event of an entry of the kind "refused" or "event": a warning, except about what the pod itself demanded (DEMANDED)."""
+    """The event for a history entry "refused" or "event". It is a warning, unless the pod itself demanded what happened (DEMANDED)."""
     refused = entry.what == "refused"
     return Event(
         about=about,
@@ -247,7 +242,7 @@ def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
 
 
 def node_event(node: str, entry: HistoryEntry, label: Label) -> Event:
-    """The event about a GPU, such as "GpuLost", or about the settings file: "GpumgrConfigReloaded" or "GpumgrConfigRejected"."""
+    """The event about a GPU ("GpuLost") or the settings file ("GpumgrConfigReloaded", "GpumgrConfigRejected")."""
     code = entry.code or "news"
     name = "".join(word.capitalize() for word in code.split("_"))
     return Event(

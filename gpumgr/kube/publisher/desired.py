@@ -1,4 +1,4 @@
-"""What the publisher writes to the API server: one desired state for each object, and the queue of the desired states to write."""
+"""The desired state of each object that the publisher writes, and the queue of these states."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,23 +7,22 @@ from typing import ClassVar, Final, Literal, get_args
 
 from gpumgr.kube.client import ApiServer
 
-#: What is written, in order of priority. The annotations, the labels and the condition of the node are separate writes.
+#: In order of priority. Each part of the node is a separate write.
 What = Literal["annotations", "labels", "condition", "eviction", "pod", "event"]
-#: An unchanged state is written again this often: the Node may have been deleted and registered again, or a missing right granted.
+#: How often an unchanged state is written again: the Node may have been deleted and registered again, or a missing right granted.
 RESYNC_SECONDS: Final = 600.0
 _ORDER: Final[tuple[What, ...]] = get_args(What)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Desired(ABC):
-    """The desired state of an object, or of a part of it.
+    """The desired state of an object, or of a part of it. Times are seconds of one monotonic clock.
 
-    `rights` are the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller
-    last caused a write. `requests` counts the requests since the start. Times are seconds of one monotonic clock.
+    `rights`: the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller last
+    caused a write. `requests` counts the requests.
 
     The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure changes it
-    only with `held` (see `retry`). `attempts` counts the failures. `again`: when the next write is due, if the state changed during the
-    write.
+    only with `held` (see `retry`). `attempts` counts the failures. `again`: when the next write is due if the state changes during a write.
     """
 
     what: ClassVar[What]
@@ -38,13 +37,13 @@ class Desired(ABC):
 
     @abstractmethod
     async def write(self, server: ApiServer, node: str) -> None:
-        """Writes the state that is desired now, for the node of this name. Raises what `ApiServer.send` raises."""
+        """Writes the present state. Raises what `ApiServer.send` raises."""
 
 
 class WorkQueue:
-    """Desired states that are to be written, in order of failures, priority and arrival.
+    """The states to write, in order of failures, priority and arrival.
 
-    At most `capacity` events wait; the oldest event is dropped for a new one. The number of objects bounds all other states.
+    At most `capacity` events wait; a new event replaces the oldest one. Other states are bounded by the number of objects.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,7 +54,7 @@ class WorkQueue:
         return len(self._waiting)
 
     def put(self, desired: Desired, due: float) -> Desired | None:
-        """Adds a state; a state with a failed write keeps the time of the retry. A state that is being written is due again at `due`.
+        """Adds a state. A state with a failed write keeps the time of its retry; a state that is being written is due again at `due`.
         Returns the event that was dropped, if any."""
         desired.again = due
         if desired in self._waiting:
@@ -69,7 +68,7 @@ class WorkQueue:
         return events[0]
 
     def next(self, now: float) -> Desired | None:
-        """The state to write now; None: none is due. It stays in the queue until `done`."""
+        """The state to write now; None if none is due. It stays in the queue until `done`."""
         due = (each for each in self._waiting if each.due <= now)
         desired = min(due, key=lambda each: (each.insists, each.attempts, _ORDER.index(each.what)), default=None)
         if desired is not None:
@@ -77,7 +76,6 @@ class WorkQueue:
         return desired
 
     def next_due(self) -> float:
-        """When the next write is due (clock seconds). The queue must not be empty."""
         return min(each.due for each in self._waiting)
 
     def oldest_seconds(self, now: float) -> float:
@@ -85,29 +83,29 @@ class WorkQueue:
         return max((now - each.since for each in self._waiting if each.since <= now), default=0.0)
 
     def done(self, desired: Desired) -> None:
-        """The state that `next` returned was written, or given up. It is queued again if it has changed in the meantime."""
+        """Call it when the state from `next` was written or given up. A state that changed during the write is queued again."""
         if self.remove(desired) and desired.again is not None:
             self.put(desired, desired.again)
 
     def remove(self, desired: Desired) -> bool:
-        """Cancels a write. False if the state was not in the queue."""
+        """Cancels a write. Returns False if the state was not in the queue."""
         return desired in self._waiting and self._waiting.pop(desired) is None
 
     def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
-        """The write failed, and is due again at `due`. With `held`, the write does not count as late before `due`."""
+        """Call it when the write failed. With `held` the write does not count as late before `due`."""
         desired.attempts += 1
         desired.due, desired.since = due, due if held else desired.since
 
 
 class TokenBucket:
-    """Allows `burst` at once and `per_second` in the long run. Times are seconds of one clock."""
+    """A rate limit: `burst` at once, `per_second` in the long run. Times are seconds of one clock."""
 
     def __init__(self, per_second: float, burst: int, now: float) -> None:
         self._per_second, self._burst = per_second, burst
         self._tokens, self._at = float(burst), now
 
     def take(self, now: float) -> float:
-        """Takes a token and returns 0.0; if there is none, returns the seconds until there is one."""
+        """Takes a token and returns 0.0. If there is none, returns the seconds until the next one."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
         self._at = now
         if self._tokens < 1 - 1e-6:  # rounding must not cost another wait

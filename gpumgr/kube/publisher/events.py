@@ -1,14 +1,13 @@
 """Kubernetes Events: their values, the requests that write them, and which occurrences become one object.
 
-Shape: core/v1 Event as `kubectl describe` reads it. Without `eventTime` the API server applies the validation of core/v1, not of
-events.k8s.io.
+The objects are core/v1 Events without `eventTime`, so the API server does not apply the validation of events.k8s.io.
 
-The rules of `EventRecorder` are those of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go), with its constants:
-1. Aggregation: from the tenth different message on, within 10 minutes of the last one, events of the same object, type and reason share
-   one Event object, which has the latest message with a prefix.
-2. Counting: an event with the same message again increments the count of its object.
-3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; what exceeds that is dropped. Unlike client-go's
-   default, the key has the type (its option SpamKeyFunc), so that many Normal events about the node drop no Warning.
+`EventRecorder` has the rules and constants of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go):
+1. Aggregation: events of one object, type and reason share one Event object from the tenth different message on. The interval between two
+   of them is at most 10 minutes. The object has the latest message, with a prefix.
+2. Counting: an event with the same message increments the count of its object.
+3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; more are dropped. Unlike client-go's default, the key has
+   the type (option SpamKeyFunc), so that many Normal events drop no Warning.
 """
 
 import hashlib
@@ -25,11 +24,11 @@ from gpumgr.kube.publisher.desired import Desired, TokenBucket
 from gpumgr.placement.pods import PodKey
 
 COMPONENT: Final = "gpumgr"
-#: Annotation of an event: the ids of its allocations, which the log, the history and the pod's annotations use, too.
+#: Annotation of an event: the ids of its allocations. Log, history and the pod's annotations use the same ids.
 ALLOCATION_ANNOTATION: Final = "gpumgr.io/allocation"
-#: The limit of events.k8s.io for a message; core/v1 itself has none.
+#: The limit of events.k8s.io for a message; core/v1 has none.
 MAX_MESSAGE_BYTES: Final = 1024
-#: Limit for the allocation ids at the end of a message. The annotation has all of them.
+#: Limit for the allocation ids at the end of a message. The annotation has all ids.
 _MAX_IDS_BYTES: Final = 256
 #: The name of an object has at most 253 characters; 17 are for the suffix.
 _MAX_NAME: Final = 236
@@ -39,7 +38,7 @@ AGGREGATE_SECONDS: Final = 600.0
 SPAM_BURST: Final = 25
 SPAM_PER_SECOND: Final = 1 / 300
 AGGREGATE_PREFIX: Final = "(combined from similar events): "
-#: The most records of each kind that are kept. client-go keeps 4096 for a whole cluster; this is one node.
+#: The most records of each kind. client-go keeps 4096 for a whole cluster; this is one node.
 MAX_RECORDS: Final = 1024
 
 Body = dict[str, Any]
@@ -48,8 +47,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The object that an event is about; `kubectl describe` finds its events by name and `uid`. `namespace` is "" for an
-    object without one, such as a node."""
+    """The object of an event. `namespace` is "" for an object without one, such as a node."""
 
     kind: str
     namespace: str = ""
@@ -59,7 +57,7 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One occurrence. `allocations` are the ids of the allocations that it is about."""
+    """One occurrence. `allocations`: ids."""
 
     about: ObjectRef
     reason: str
@@ -68,7 +66,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     allocations: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The message with the allocation ids at the end, cut to the API server's limit."""
+        """The message with the allocation ids at the end, cut to MAX_MESSAGE_BYTES."""
         ids = ""
         if self.allocations:
             word = "allocation" if len(self.allocations) == 1 else "allocations"
@@ -78,7 +76,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EventSeries(Desired):
-    """All occurrences that one Event object counts. Times are unix seconds; `created`: the object exists in the API server."""
+    """The occurrences that one Event object counts. Times are unix seconds. `created`: the API server has the object."""
 
     what = "event"
     rights = "create and patch on events"
@@ -91,12 +89,12 @@ class EventSeries(Desired):
 
     @classmethod
     def once(cls, event: Event, at: float) -> "EventSeries":
-        """The series of an event that occurs only once, at this Unix time."""
+        """The series of an event that occurs once. `at`: unix seconds."""
         return cls(event=event, text=event.text(), first_at=at, last_at=at, count=1)
 
     @property
     def path(self) -> str:
-        """The path of the collection. An event is in the namespace of its object; the events of a node are in `default`."""
+        """The path of the collection. Events of a node are in the namespace `default`."""
         return f"/api/v1/namespaces/{self.event.about.namespace or 'default'}/events"
 
     @property
@@ -109,7 +107,6 @@ class EventSeries(Desired):
         return f"{about.name[:_MAX_NAME].rstrip('-.')}.{digest[:16]}"
 
     def body(self, node: str) -> Body:
-        """The Event object."""
         event, about = self.event, self.event.about
         metadata: Body = {"namespace": about.namespace or "default", "name": self.name}
         if event.allocations:
@@ -129,10 +126,10 @@ class EventSeries(Desired):
         }
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """Creates the object, or increments its count. Raises what `ApiServer.send` raises.
+        """Creates the object or increments its count. Raises what `ApiServer.send` raises.
 
-        404: the API server has removed the event, which it does after an hour. 409: an earlier request created the object and its response
-        was lost, so the object's count may be outdated.
+        404: the API server has removed the event, usually after an hour. 409: an earlier request created the object, but its response was
+        lost.
         """
         path = f"{self.path}/{self.name}"
         if self.created and await server.send("PATCH", path, self.patch(), but=(404,)):
@@ -142,7 +139,6 @@ class EventSeries(Desired):
         self.created = True
 
     def patch(self) -> Body:
-        """A merge patch of the fields that change with each occurrence."""
         return {"message": self.text, "count": self.count, "lastTimestamp": timestamp(self.last_at)}
 
 
@@ -151,7 +147,7 @@ def pod_ref(pod: PodKey, uid: str) -> ObjectRef:
 
 
 def node_ref(node: str) -> ObjectRef:
-    """The reference to the node. As in the kubelet's events its UID is the node's name: `kubectl describe node` searches for that."""
+    """As in the kubelet's events, the UID is the node's name, because `kubectl describe node` searches for that."""
     return ObjectRef(kind="Node", name=node, uid=node)
 
 
@@ -164,7 +160,7 @@ def cut(text: str, max_bytes: int) -> str:
 
 
 def timestamp(unix_seconds: float) -> str:
-    """The time as metav1.Time, in whole seconds."""
+    """As metav1.Time, in whole seconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -172,7 +168,7 @@ _Group = tuple[ObjectRef, bool, str]
 
 
 class _Similar(msgspec.Struct):
-    """The different messages of a group, and the time of its last event in monotonic seconds."""
+    """The different messages of a group. `at`: the time of its last event, in monotonic seconds."""
 
     at: float
     texts: dict[str, None] = msgspec.field(default_factory=dict)
@@ -187,7 +183,7 @@ class EventRecorder:
         self._buckets: dict[tuple[ObjectRef, bool], TokenBucket] = {}
 
     def record(self, event: Event, now: float, wall: float) -> EventSeries | None:
-        """Adds an occurrence to its series; None if the spam filter drops it. `now` is monotonic, `wall` unix seconds."""
+        """Adds an occurrence to its series; returns None if the spam filter drops it. `now`: monotonic seconds. `wall`: unix seconds."""
         group, text = (event.about, event.warning, event.reason), event.text()
         aggregated = self._is_aggregated(group, text, now)
         if aggregated:
@@ -211,8 +207,7 @@ class EventRecorder:
 
 
 def _recent(records: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """The record, which becomes the most recently used one. A missing record is made; beyond MAX_RECORDS the least recently used is
-    removed."""
+    """Returns the record and marks it as used; makes a missing one. Beyond MAX_RECORDS removes the least recently used one."""
     record = records.pop(key) if key in records else make()
     records[key] = record
     if len(records) > MAX_RECORDS:

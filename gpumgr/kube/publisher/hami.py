@@ -1,12 +1,11 @@
-"""Publishes what HAMi's scheduler reads: the node's registered GPUs, and the result of the admission of its pods.
+"""Publishes what HAMi's scheduler reads: the node's GPUs, and the result of the admission of its pods.
 
-The GPUs are listed in annotations of the node, which are written when they change. What other pods hold is subtracted, because HAMi's
-scheduler knows only its own pods. A GPU that other pods share is registered with less than 100 cores, so that no pod gets it exclusively. A
-GPU that another pod has whole, or that accepts no new pods, is registered as unhealthy.
+HAMi's scheduler knows only its own pods, so the amounts that other pods hold are subtracted. A GPU that other pods share has less than 100
+cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new pods, is unhealthy.
 
-HAMi's scheduler binds the next pod to a node once its lock on the node is removed, or after 5 minutes. The agent itself needs no lock, so
-it may remove the lock of a later pod. The lock also stays after a pod that the kubelet refuses by itself, or that ends while no agent runs.
-So the agent removes the lock when a pod has all its devices, has ended, or is gone. The agent does not read the lock.
+HAMi's scheduler binds the next pod once its lock on the node is removed, or after 5 minutes. So the agent removes the lock when a pod has
+all its devices, has ended, or is deleted. It does not read the lock and may remove the lock of a later pod; that is harmless, because the
+agent needs no lock. The lock stays if the kubelet refuses a pod by itself, or if a pod ends while no agent runs.
 """
 
 from collections.abc import Callable
@@ -36,12 +35,11 @@ from gpumgr.placement.mig import most_devices, without_places
 from gpumgr.placement.pods import PodView
 from gpumgr.placement.requests import device_type
 
-#: Phases of a pod that HAMi's scheduler does not wait for.
 _FINAL: Final = ("success", "failed")
 
 
 def register(annotate: Callable[[str, str], None], pods: Pods, report: NodeReport) -> None:
-    """Registers the node's GPUs for HAMi's scheduler, once the GPUs and the pods of the node are known."""
+    """Publishes the node's GPUs, once its GPUs and pods are known."""
     snapshot = report.view.inventory.snapshot
     if not snapshot.gpus or not pods.synced:
         return
@@ -57,7 +55,7 @@ def _registered(report: NodeReport, pods: Pods) -> list[RegisteredGpu]:
     foreign = Ledger(gpu_registry=registry, allocations=others)
     made = []
     for name, gpu in view.inventory.gpus(registry).items():
-        # HAMi's scheduler counts what its own pods request, without what resizes have added.
+        # HAMi's scheduler counts what its pods request, without what resizes have added.
         growth = (each.grown_on(name) for each in view.ledger.on(name) if each.id not in others)
         held = sum(growth, foreign.used(name))
         memory = max(0, gpu.memory_mebibytes - held.memory_mebibytes)
@@ -69,7 +67,7 @@ def _registered(report: NodeReport, pods: Pods) -> list[RegisteredGpu]:
         count = min(replicas, most_devices(profiles)) if profiles else max(0, replicas - taken)
         # Scaling has no meaning for MIG devices.
         memory_scaling, core_scaling = (1.0, 1.0) if profiles else view.inventory.scaling
-        # HAMi's scheduler gives a GPU exclusively (100 cores) if 100 cores are left; the agent refuses that while another pod is on the
+        # HAMi's scheduler gives a GPU exclusively (100 cores) if 100 cores are left. The agent refuses that while another pod is on the
         # GPU.
         scaled = int(cores * core_scaling)
         if any(not each.admin for each in foreign.on(name)):
@@ -92,14 +90,12 @@ def _registered(report: NodeReport, pods: Pods) -> list[RegisteredGpu]:
 
 
 def _is_counted(allocation: Allocation, pods: Pods) -> bool:
-    """Whether HAMi's scheduler counts the allocation."""
     pod = find_pod(pods, allocation.pod, allocation.uid)
     return pod is not None and pod.bound_by_hami
 
 
 class HamiBindings:
-    """Removes the scheduler's lock on the node, and sets the phase of pods that failed. `pod_annotations` sets the phase of a pod that has
-    its devices."""
+    """Removes the scheduler's lock on the node, and publishes the failure of pods. (`pod_annotations` publishes the success.)"""
 
     def __init__(self, publisher: Publisher, *, agent_state: AgentState, pods: PodCache) -> None:
         self._publisher, self._agent_state, self._pods = publisher, agent_state, pods
@@ -107,7 +103,7 @@ class HamiBindings:
         self._decided: set[str] = set()
 
     def follow(self) -> None:
-        """Call it after each change of the ledger, and once a second for the pods that change."""
+        """Call it after each change of the ledger, and once a second for changes of pods."""
         for view in self._pods.all():
             if not view.bound_by_hami or view.uid in self._decided:
                 continue
@@ -120,7 +116,6 @@ class HamiBindings:
                 self._publisher.remove_annotation(LOCK)
 
     def gone(self, view: PodView) -> None:
-        """The pod is deleted."""
         if view.bound_by_hami and view.uid not in self._decided:
             self._publisher.remove_annotation(LOCK)
         self._decided.discard(view.uid)

@@ -1,9 +1,9 @@
-"""Passes the node's state to the reporters once a second. `NodeReporter` publishes labels and the condition GpuTrouble; `InventoryReporter`
-and the reporter in `hami` publish annotations. A reporter may publish the same state each time: the publisher writes what has changed.
+"""Passes the node's state to the reporters once a second. They may publish the same state each time, because the publisher writes only
+changes.
 
-The inventory (annotation gpumgr.io/inventory) has the node's GPUs for the scheduler, and the allocations that the scheduler can't derive
-from pods. The scheduler counts a pod that it placed by the pod's own annotation. Therefore the inventory changes only with hardware,
-health, cordons and other pods: a changed node annotation makes kube-scheduler retry all waiting pods.
+`NodeReporter` publishes labels and the condition GpuTrouble. `InventoryReporter` publishes the inventory (annotation gpumgr.io/inventory):
+the node's GPUs for the scheduler, and allocations that it can't derive from the annotations of the pods that it placed. So the inventory
+seldom changes, because each change makes kube-scheduler retry all waiting pods.
 """
 
 import asyncio
@@ -38,8 +38,7 @@ from gpumgr.placement.devices import score_matrix
 from gpumgr.placement.labels import gpu_labels
 from gpumgr.placement.pods import PodView
 
-#: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists allocations that are held for
-#: longer than this.
+#: A pod that ended or was deleted holds its allocations until the next reconciliation. The inventory lists them only after this time.
 ENDING_SECONDS: Final = 15.0
 _MAX_TEXT: Final = 256
 
@@ -58,11 +57,11 @@ class InventoryReporter:
     ) -> None:
         self._annotate, self._pods, self._clock = annotate, pods, clock
         self._enforcement, self._topology_manager = enforcement, topology_manager
-        #: Allocation -> the last time at which its pod's placement covered it (`explains`).
+        #: Allocation -> when its pod's placement last covered it (`explains`).
         self._explained: dict[AllocationId, float] = {}
 
     def report(self, report: NodeReport) -> None:
-        """Publishes the inventory, once the GPUs and the pods of the node are known."""
+        """Publishes the inventory, once the node's GPUs and pods are known."""
         if report.view.inventory.snapshot.gpus and self._pods.synced:
             self._annotate(INVENTORY_ANNOTATION, encode(self._inventory(report.view)))
 
@@ -99,8 +98,7 @@ class InventoryReporter:
         )
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
-        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, unless the pod's placement explains all of
-        it."""
+        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, unless its placement covers that."""
         now, before, self._explained = self._clock(), self._explained, {}
         held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
@@ -118,8 +116,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the scheduler's placement of this pod covers all that the allocation holds. The scheduler does not read a placement by
-    HAMi's scheduler."""
+    """Whether the scheduler's placement of the pod covers all that the allocation holds. A placement by HAMi's scheduler does not count,
+    because gpumgr's scheduler does not read it."""
     placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
@@ -155,18 +153,18 @@ def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int])
 REPORT_SECONDS: Final = 1.0
 #: The condition's reason while there is no trouble.
 NO_TROUBLE: Final = "GpusWork"
-#: The limit of the condition's message. The API server accepts 32 KiB, which is too long to read.
+#: Limit of the message. The API server accepts 32 KiB, which is too long to read.
 MAX_MESSAGE_BYTES: Final = 2048
-#: How long the kubelet or the driver may be unavailable before the condition says so: both are restarted in normal operation.
+#: How long the kubelet or the driver may be unavailable before the condition reports it. Both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
-#: A GPU that takes no new containers for one of these reasons is not in trouble. The alert rules (config/prometheus/gpumgr.rules.yaml) have
-#: the same exceptions: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a setting, and an unavailable driver
-#: is a state of the node.
+#: Reasons for taking no new containers that are no trouble: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a
+#: setting, and an unavailable driver is a state of the node. The alert rules (config/prometheus/gpumgr.rules.yaml) have the same
+#: exceptions.
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
 async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> NoReturn:
-    """A daemon: calls each of the reporters with the current state once a second. A bug of one reporter does not stop the other ones."""
+    """A daemon: calls the reporters once a second. A bug of one reporter does not stop the others."""
     bugs = {name: BugLog(name) for name in reporters}
     while True:
         state = report()
@@ -179,10 +177,9 @@ async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, 
 
 
 class NodeReporter:
-    """Publishes the condition, and labels that describe the GPUs.
+    """Publishes the condition and the node's labels. `clock` is monotonic, in seconds.
 
-    Labels and a condition that must not be published are removed: an earlier process, or this one with other settings, may have written
-    them. `clock` is monotonic, in seconds.
+    Removes labels and a condition that are switched off, because an earlier process or earlier settings may have published them.
     """
 
     def __init__(self, node: Publisher, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -197,8 +194,8 @@ class NodeReporter:
         self._describe_node, self._node_labels = describe_node, node_labels
 
     def report(self, report: NodeReport) -> None:
-        """To be called once a second."""
-        if report.nvml_up or not (self._describe_node or self._node_labels):  # without the driver, the labels stay as they are
+        """Call it once a second."""
+        if report.nvml_up or not (self._describe_node or self._node_labels):  # without the driver the labels stay as they are
             snapshot = report.view.inventory.snapshot
             self._node.label(gpu_labels(snapshot, describe=self._describe_node, further=self._node_labels))
         condition = self._condition(report) if self._describe_node else None
@@ -222,8 +219,7 @@ class NodeReporter:
 
 
 def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condition:
-    """The condition. `troubles`: (reason, sentence), the most severe trouble first; its reason becomes the condition's. `healthy`: the
-    message if there is no trouble."""
+    """`troubles`: (reason, sentence), the most severe first. The condition has its reason. `healthy`: the message without trouble."""
     if not troubles:
         return Condition(trouble=False, reason=NO_TROUBLE, message=healthy)
     message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)
@@ -231,7 +227,7 @@ def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condit
 
 
 def _troubles(report: NodeReport, *, not_ready: bool) -> Iterator[tuple[str, str]]:
-    """(reason, message), the most severe first. `not_ready`: include what the node lacks to take pods."""
+    """(reason, sentence), the most severe first. `not_ready`: include what the node lacks to take pods."""
     if not_ready and not report.nvml_up:
         yield "DriverAway", "; ".join(report.not_ready)
         return  # the state of each GPU would only repeat this reason

@@ -1,7 +1,6 @@
-"""What the publisher writes besides events: annotations, evictions and deletions of pods, and the node's annotations, labels and condition.
+"""The desired states except events: annotations, evictions and deletions of pods, and the node's annotations, labels and condition.
 
-The condition is a core/v1 NodeCondition. `lastTransitionTime` is the time of the last change of the status; changes of reason or message
-do not change it.
+The condition is a core/v1 NodeCondition. Changes of its reason or message do not change `lastTransitionTime`.
 """
 
 import math
@@ -23,16 +22,14 @@ from gpumgr.placement.pods import PodKey, PodView
 
 _log = structlog.get_logger(__name__)
 
-#: Reason of a pod that the kubelet marks Failed because a device plugin refused it.
+#: The kubelet's reason for a pod that a device plugin refused.
 REFUSED: Final = "UnexpectedAdmissionError"
-#: The type of the node's condition.
 CONDITION_TYPE: Final = "GpuTrouble"
-#: Annotation of the node: the keys of the agent's labels, joined by ",". With this list the agent finds and removes its obsolete labels
-#: even after a restart.
+#: Annotation of the node: the keys of the agent's labels, joined by ",". With it the agent finds its obsolete labels after a restart.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
 _DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
 _DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
-#: A condition with an unchanged status is written at most this often: the kubelet's own interval (nodeStatusUpdateFrequency).
+#: The shortest interval between writes of a condition with an unchanged status, as the kubelet's nodeStatusUpdateFrequency.
 _CONDITION_SECONDS: Final = 10.0
 _BY_HAND: Final = (
     "if an earlier agent wrote labels, annotations or a condition to this node, remove them by hand; the commands are in "
@@ -54,7 +51,7 @@ class PodAnnotations(Desired):
     values: Mapping[str, str | None] = field(default_factory=dict)
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404: the pod is gone. Since the patch has the UID, the API server refuses it (409) if another pod has the name."""
+        """404: the pod is gone. The patch has the UID, so a 409 means that another pod has the name."""
         namespace, name = self.pod
         patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
         await server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
@@ -62,7 +59,7 @@ class PodAnnotations(Desired):
 
 @dataclass(eq=False, slots=True)
 class PodDeletion(Desired):
-    """The deletion of the pod with this UID. A refusal is retried, since the right to delete pods may be granted later."""
+    """The deletion of the pod with this UID. A refusal is retried, because the right to delete pods may be granted later."""
 
     what = "pod"
     rights = "delete on pods"
@@ -71,7 +68,7 @@ class PodDeletion(Desired):
     uid: str
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404 and 409: the pod is gone, or another pod has its name."""
+        """404: the pod is gone. 409: another pod has the name."""
         namespace, name = self.pod
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": self.uid}}
         if await server.send("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}", body, but=(404, 409)):
@@ -79,15 +76,15 @@ class PodDeletion(Desired):
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
-    """Whether the kubelet marked the pod Failed because a device plugin refused it, and the pod has a controller and is not being deleted
-    yet. Once it is deleted, its controller creates another one at once, without a back-off."""
+    """Whether a device plugin refused the pod, and the pod has a controller and is not being deleted yet. After the deletion the controller
+    creates another pod at once, without a back-off."""
     return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 
 @dataclass(eq=False, slots=True)
 class PodEviction(Desired):
-    """The eviction of the pod with this UID. `reasons` has the reason of each requester: a drain and the memory limit may both want the
-    pod evicted. `wanted_at` is infinity once the pod is gone."""
+    """The eviction of the pod with this UID. `reasons`: requester (a drain, or the memory limit) -> its reason. `wanted_at` is infinity
+    once the pod is gone."""
 
     what = "eviction"
     rights = "create on pods/eviction"
@@ -100,8 +97,8 @@ class PodEviction(Desired):
         return Eviction(uid=self.uid, pod=self.pod, reason="; ".join(self.reasons.values()))
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404 and 409: the pod is gone, or another pod has its name. The body has no version, so the API server takes its own: policy/v1,
-        or before 1.22 policy/v1beta1."""
+        """404: the pod is gone. 409: another pod has the name. The body has no version, so the API server takes its own (policy/v1; before
+        1.22 policy/v1beta1)."""
         (namespace, name), reason = self.pod, self.eviction.reason
         body = {"metadata": {"namespace": namespace, "name": name}, "deleteOptions": {"preconditions": {"uid": self.uid}}}
         if await server.send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", body, but=(404, 409)):
@@ -110,13 +107,12 @@ class PodEviction(Desired):
 
 @dataclass(eq=False, slots=True)
 class NodePart(Desired, Generic[_Value]):
-    """A part of the Node object. Callers may want the same state again and again: it is written on change and every RESYNC_SECONDS, its
-    removal once."""
+    """A part of the Node. Callers repeat the same state: it is written on change and every RESYNC_SECONDS, its removal once."""
 
     value: _Value | None = None
 
     def set(self, value: _Value | None, now: float) -> bool:
-        """Sets the state; returns whether a write is due."""
+        """Returns whether a write is due."""
         changed, self.value = value != self.value, value
         due = changed or now - self.wanted_at >= (RESYNC_SECONDS if value else math.inf)
         self.wanted_at = now if due else self.wanted_at
@@ -124,11 +120,10 @@ class NodePart(Desired, Generic[_Value]):
 
     @abstractmethod
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Writes the state to the Node at `path`; returns whether labels or a condition were changed. Raises what `ApiServer.send`
-        raises."""
+        """Writes the state to the Node at `path`. Returns whether it changed labels or a condition. Raises what `ApiServer.send` raises."""
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """Ignores the refusal of a removal (403): usually there is nothing to remove, so the agent need not have the right."""
+        """Ignores a 403 for a removal: usually there is nothing to remove, so the agent need not have the right."""
         try:
             if await self.apply(server, f"/api/v1/nodes/{node}") and not self.value:
                 _log.info("node_description_removed", what=self.what)
@@ -140,7 +135,7 @@ class NodePart(Desired, Generic[_Value]):
 
 @dataclass(eq=False, slots=True)
 class NodeAnnotations(NodePart[Mapping[str, str]]):
-    """The agent's annotations. `removed` has the keys that the next write removes."""
+    """`removed`: the keys that the next write removes."""
 
     what = "annotations"
     rights = "patch on nodes"
@@ -158,13 +153,12 @@ class NodeAnnotations(NodePart[Mapping[str, str]]):
 
 @dataclass(eq=False, slots=True)
 class NodeLabels(NodePart[Mapping[str, str]]):
-    """All labels of the agent; labels that it wrote before and that are not among them are removed."""
+    """All labels of the agent. Its other labels, which it wrote earlier, are removed."""
 
     what = "labels"
     rights = "get and patch on nodes"
 
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Other components write labels, too, so the present labels are read each time."""
         patch = labels_patch(await server.read("GET", path), self.value or {})
         return patch is not None and await server.send("PATCH", path, patch)
 
@@ -186,12 +180,12 @@ class NodeCondition(NodePart[Condition]):
     wall: Callable[[], float] = time.time
 
     def set(self, value: Condition | None, now: float) -> bool:
-        """As `NodePart.set`, but a condition with an unchanged status is not set if that is too early; callers repeat their calls."""
+        """As `NodePart.set`, but a condition with an unchanged status is not set too early; callers repeat their calls."""
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """The Node is read before: an earlier process may have written the same status, which then keeps its time."""
+        """Reads the Node first: an earlier process may have written the same status, which then keeps its time."""
         found, now = _find_condition(await server.read("GET", path)), timestamp(self.wall())
         if self.value is not None:
             status = "True" if self.value.trouble else "False"
@@ -202,8 +196,8 @@ class NodeCondition(NodePart[Condition]):
             fields = {"$patch": "delete"}
         else:
             return False
-        # A strategic merge patch: conditions are merged by their type, and `$patch: delete` removes one (source: the Kubernetes
-        # documentation, "Update API Objects in Place Using kubectl patch", and apimachinery's strategicpatch).
+        # A strategic merge patch merges conditions by type, and `$patch: delete` removes one (source: Kubernetes' "Update API Objects in
+        # Place Using kubectl patch", and apimachinery's strategicpatch).
         conditions = {"conditions": [{"type": CONDITION_TYPE, **fields}]}
         return await server.send("PATCH", f"{path}/status", {"status": conditions}, patch="strategic")
 
@@ -214,10 +208,10 @@ def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
-    """A merge patch of the Node's labels, and of the annotation that lists the agent's labels; None if nothing changes.
+    """A merge patch of the Node's labels and of LABELS_ANNOTATION; None if nothing changes.
 
-    Labels below `nvidia.com/` that the agent did not write are not changed. Where NVIDIA's gpu-feature-discovery runs,
-    no label below `nvidia.com/` is changed.
+    Labels below `nvidia.com/` that the agent did not write stay. Where NVIDIA's gpu-feature-discovery runs, all labels below `nvidia.com/`
+    stay.
     """
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}

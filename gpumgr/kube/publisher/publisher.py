@@ -1,13 +1,13 @@
 """Publishes desired state and events to the API server, from one queue.
 
 Invariants:
-1. No caller waits: a call changes the desired state of an object and queues it. The number of objects
-   bounds the queue, and a capacity bounds the events in it; dropped events are counted.
-2. The latest desired state of an object is written before any event, unless its write has failed.
-3. After an outage or error of the API server all writes wait, in growing, jittered pauses, or for its Retry-After; then the write with the
-   fewest failures is next. A failed write that reached the API server also has growing pauses of its own. If a retry can't help, the
-   publisher logs the answer with its remedy and drops the write (except the deletion of a pod, which it retries). It writes again when the
-   desired state changes, or when a caller sets it again after the resync interval.
+1. No caller waits: a call changes the desired state of an object and queues it. The number of objects bounds the queue. Events beyond a
+   capacity are dropped and counted.
+2. An object's latest state is written before any event, unless its write has failed.
+3. After an outage or error of the API server all writes wait, in growing, jittered pauses or for its Retry-After. Then the write with the
+   fewest failures is next. A failed write that reached the API server also has growing pauses of its own.
+4. If a retry can't help, the publisher logs the refusal with its remedy and drops the write; only the deletion of a pod is retried. It
+   writes again when the desired state changes, or when a caller sets it after the resync interval.
 """
 
 import asyncio
@@ -40,14 +40,13 @@ from gpumgr.placement.pods import PodKey
 
 _log = structlog.get_logger(__name__)
 
-#: Events that may wait.
 CAPACITY: Final = 512
-#: The limit of requests, and half of the largest burst: the kubelet's own defaults (kubeAPIQPS 50, kubeAPIBurst 100).
+#: The limit of requests, and half of the largest burst: the kubelet's defaults (kubeAPIQPS 50, kubeAPIBurst 100).
 _REQUESTS_PER_SECOND: Final = 50.0
 #: The first and the longest pause of all writes after failures, and of a write that failed.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
 _WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
-#: Statuses below 500 after which a retry may succeed. 401: the next request reads the credentials again.
+#: Statuses below 500 after which a retry may succeed. After a 401 the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
 #: A conflict that lasts means that another pod has the name now.
 _MAX_CONFLICTS: Final = 5
@@ -55,15 +54,14 @@ _MAX_CONFLICTS: Final = 5
 _UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: How often the queue is checked for new writes while failed writes wait for a retry.
 _POLL_SECONDS: Final = 0.25
-#: The API server's words for a write to a namespace that is being deleted, with status 403: no right is missing.
+#: The API server's words, with status 403, for a write to a namespace that is being deleted. No right is missing.
 _TERMINATING: Final = "because it is being terminated"
-#: The writes to the Node, which are counted as "node".
+#: The writes to the Node, counted as "node".
 _NODE: Final = ("annotations", "labels", "condition")
 
 
 class _DeliveryLog:
-    """Counts and logs what becomes of the writes. `written` counts by what was written ("pod", "event", "node", "eviction") and outcome
-    ("ok", "refused"), `dropped` counts events.
+    """Counts and logs the results of writes. `written`: (what was written, "ok" or "refused") -> number. `dropped` counts events.
 
     The start and the end of an outage are one line each. `clock` is monotonic, in seconds.
     """
@@ -76,13 +74,13 @@ class _DeliveryLog:
         self.away = False
 
     def failed(self, error: Exception) -> None:
-        """The API server does not answer, or answers with an error of its own."""
+        """Call it when the API server does not answer, or answers with an error of its own."""
         if not self.away:
             self.away = True
             _log.warning("announcements_wait", error=failure_text(error))
 
     def answered(self, waiting: int) -> None:
-        """The API server answers; `waiting` writes are left."""
+        """Call it when the API server answers. `waiting`: how many writes are left."""
         if self.away:
             self.away = False
             _log.info("announcements_go_on", waiting=waiting, dropped=self.dropped)
@@ -91,7 +89,7 @@ class _DeliveryLog:
         self.written["node" if desired.what in _NODE else desired.what, outcome] += 1
 
     def refused(self, desired: Desired, error: AnswerError) -> str:
-        """Counts a refusal that a retry can't change, and logs it unless the namespace is being deleted. Returns the remedy."""
+        """Counts a refusal that a retry can't change. Logs it unless the namespace is being deleted. Returns the remedy."""
         remedy = "nothing; it is tried again" if desired.insists else "nothing; it is not tried again"
         if error.status == 403:
             remedy = f"allow it in the agent's ClusterRole: {desired.rights}"
@@ -103,14 +101,14 @@ class _DeliveryLog:
         return remedy
 
     def drop(self, waiting: int, because: str) -> None:
-        """An event is dropped."""
         self.dropped += 1
         if self._paces[because, 0].due():
             _log.warning("announcements_dropped", waiting=waiting, because=because)
 
 
 class Publisher:
-    """Writes while `run` runs. All methods are for the event loop and return at once. `clock` is monotonic, `wall` unix seconds."""
+    """Writes while `run` runs. All other methods return at once and must be called in the event loop. `clock` is monotonic, `wall` unix
+    seconds."""
 
     def __init__(
         self,
@@ -150,13 +148,13 @@ class Publisher:
     # -- desired state -----------------------------------------------------------------------------------------------------
 
     def annotate(self, key: str, value: str) -> None:
-        """Sets an annotation of the node. `annotate`, `label` and `set_condition` may be repeated: an unchanged state is written again only
-        after the resync interval."""
+        """Sets an annotation of the node. `annotate`, `label` and `set_condition` may be repeated, because an unchanged state is written
+        again only after the resync interval."""
         if self._annotations.set({**(self._annotations.value or {}), key: value}, self._clock()):
             self._put(self._annotations)
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """Sets the agent's labels of the node; other labels that it wrote before are removed."""
+        """Sets the agent's labels of the node. Its other labels are removed."""
         if self._labels.set(labels, self._clock()):
             self._put(self._labels)
 
@@ -166,12 +164,12 @@ class Publisher:
             self._put(self._condition)
 
     def remove_annotation(self, key: str) -> None:
-        """Removes an annotation of the node once. It is not removed again, because another program may set it repeatedly."""
+        """Removes an annotation of the node once, because another program may set it repeatedly."""
         self._annotations.removed.add(key)
         self._put(self._annotations)
 
     def record(self, event: Event) -> None:
-        """Publishes an event; equal and similar ones share an object (gpumgr.kube.publisher.events)."""
+        """Publishes an event. Equal and similar events share an object (gpumgr.kube.publisher.events)."""
         series = self._recorder.record(event, self._clock(), self._wall())
         if series is None:
             self._log.drop(len(self._queue), "more events about one object than the spam filter allows")
@@ -179,18 +177,18 @@ class Publisher:
             self._put(series)
 
     def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
-        """Sets annotations of the pod with this UID; None removes one. Replaces what is not written yet."""
+        """Sets annotations of the pod with this UID; None removes one. Replaces annotations that are not written yet."""
         desired = self._pods.setdefault(uid, PodAnnotations(pod, uid))
         desired.values = dict(values)
         self._put(desired)
 
     def delete_pod(self, pod: PodKey, uid: str) -> None:
-        """Deletes the pod with this UID; tries until the pod is gone."""
+        """Deletes the pod with this UID; retries until the pod is gone."""
         self._put(self._deletions.setdefault(uid, PodDeletion(pod, uid)))
 
     def forget_pod(self, uid: str) -> None:
-        """The pod is deleted. The publisher writes nothing more to it, even if a requester still lists it for eviction until its allocation
-        is freed."""
+        """Call it when the pod is deleted. Cancels all writes to it, although a requester may list it for eviction until its allocation is
+        freed."""
         for gone in filter(None, (self._pods.pop(uid, None), self._deletions.pop(uid, None))):
             self._queue.remove(gone)
         if (eviction := self._evictions.get(uid)) is not None:
@@ -199,7 +197,7 @@ class Publisher:
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
         """Replaces the evictions of the requester (a drain, or the memory limit). Each pod is evicted as soon as its PodDisruptionBudget
-        allows it. A refused request is repeated by a call after the resync interval, or by any call with `immediately`."""
+        allows it. A refused eviction is requested again by a call after the resync interval, or by any call with `immediately`."""
         now, wanted = self._clock(), {each.uid: each for each in evictions}
         for uid, eviction in wanted.items():
             desired = self._evictions.setdefault(uid, PodEviction(eviction.pod, uid))
@@ -215,7 +213,7 @@ class Publisher:
                 _log.info("eviction_cancelled", pod_uid=uid, was_because=reason)
 
     def take_refused_evictions(self) -> Iterable[tuple[Eviction, str]]:
-        """Evictions that the API server has refused since the last call, each with the reason."""
+        """Evictions that the API server has refused since the last call, with the reason."""
         refused, self._refused_evictions = self._refused_evictions, {}
         return refused.values()
 
@@ -227,7 +225,6 @@ class Publisher:
     # -- writing -----------------------------------------------------------------------------------------------------------
 
     async def run(self) -> NoReturn:
-        """Runs until it is cancelled."""
         shortest, longest = _PAUSES_SECONDS
         pause = shortest
         while True:
@@ -239,8 +236,8 @@ class Publisher:
             pause = min(pause * 2, longest)
 
     async def _next(self) -> Desired:
-        """Returns the next write, as soon as it is due and the rate allows its request. The method waits first and then chooses the write,
-        because a write can be cancelled during the wait."""
+        """Returns the next write when it is due and the rate allows a request. Chooses the write after the wait, because a write can be
+        cancelled during the wait."""
         while True:
             now = self._clock()
             if not self._queue:
@@ -254,8 +251,8 @@ class Publisher:
                 return desired
 
     async def _attempt(self, desired: Desired) -> float | None:
-        """Writes one object. Returns None if the caller can continue with the next one. Otherwise the queue must wait: returns the seconds
-        that the API server asks for (0: it asks for none)."""
+        """Writes one object. Returns None if the next write may follow at once. Otherwise returns the seconds of the API server's
+        Retry-After, or 0."""
         self._eviction_retries += desired.what == "eviction" and desired.requests > 0
         desired.requests += 1
         try:
@@ -271,7 +268,7 @@ class Publisher:
         return None
 
     def _failed(self, desired: Desired, error: Exception) -> float | None:
-        """Decides whether a write that failed is retried, and when. Returns what `_attempt` returns."""
+        """Decides whether and when a failed write is retried. Returns what `_attempt` returns."""
         status, wanted = 0, 0.0
         if isinstance(error, AnswerError):
             status, wanted = error.status, min(error.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
@@ -279,7 +276,7 @@ class Publisher:
             if desired.insists if status >= 500 else lasts or status not in _RETRIED:
                 self._refused(desired, error)
                 return None
-        # An admission webhook may refuse or delay only this write, or a PodDisruptionBudget or another writer may forbid it for now.
+        # An admission webhook may refuse or delay only this write. A PodDisruptionBudget or another writer may forbid it for now.
         alone = desired.insists or status == 409 or (status == 429 and desired.what == "eviction")
         if alone and status in (409, 429):
             self._log.answered(len(self._queue))
@@ -292,7 +289,7 @@ class Publisher:
         return None if alone else wanted
 
     def _refused(self, desired: Desired, error: AnswerError) -> None:
-        """The API server refuses the write, and a retry can't change that."""
+        """Call it if the API server refuses the write and a retry can't change that."""
         remedy = self._log.refused(desired, error)
         if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
             why = f"{error}; {remedy}" if error.status == 403 else str(error)
@@ -305,7 +302,7 @@ class Publisher:
             self._log.answered(len(self._queue))
 
     def _try_later(self, desired: Desired, wanted: float = 0.0, *, held: bool = False) -> None:
-        """Retries the write after its own pause, or after the `wanted` seconds. `held`: see `WorkQueue.retry`."""
+        """Retries the write after its own pause, or after `wanted` seconds. `held`: see `WorkQueue.retry`."""
         shortest, longest = _WRITE_PAUSES_SECONDS
         pause = min(shortest * 2.0 ** min(desired.attempts, 16), longest) * self._spread()
         self._queue.retry(desired, self._clock() + max(wanted, pause), held=held)
