@@ -1,13 +1,11 @@
-"""The interface of an enforcement mechanism; the backend "none", which limits nothing; and the choice of the mechanisms of a node. A new
-mechanism needs a module, its settings, and a line where the backends are constructed.
+"""The interface of an enforcement mechanism, the backend "none", and the choice of a node's mechanisms.
 
 Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` after each sample of the
-GPUs' use while the container runs; `cleanup` when the allocation is gone and the container has no process. The agent may end and start
-again at any point: what must survive is on disk or in separate processes, and `recover` takes it over.
+GPUs' use; `cleanup` when the allocation is gone and no process is left. The agent may restart at any point: `recover` takes over what is on
+disk or in separate processes.
 
-The mechanisms of a share are the node's choice and the operator's overrides. Nothing that a pod's owner can write counts. `auto` uses the
-driver's own memory limits where the node has them, and gpumgr's limiter for everything else. The other mechanisms are used where the
-operator names them.
+The operator's settings choose the mechanisms of a share; nothing that a pod's owner can write counts. `auto` uses the driver's own memory
+limits where the node has them, and gpumgr's limiter for everything else.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,12 +31,13 @@ BackendName = Literal[schema.BackendName, "mps-open"]
 
 
 class Backend:
-    """One mechanism. A subclass overrides the methods that it needs. Callers use `unavailable` and `start`, which call `check_node` and
-    `put_limits` and turn errors into texts and refusals. No method blocks the event loop for longer than reading or writing a small file
-    takes. Coroutines run concurrently for different containers, but never `start` and `cleanup` of one container. `limits`: what the
-    mechanism limits on this node, and how strongly; each call of `unavailable` may change it. `adjustable`: `observe` or `adjust` can
-    change the limits of a running container. `running_keep_limits`: programs that run keep their limits, and new ones get the changed
-    limits."""
+    """One mechanism. Callers use `unavailable` and `start`; subclasses override `check_node` and `put_limits`.
+
+    No method blocks the event loop for longer than reading or writing a small file. Coroutines run concurrently for different containers,
+    but never `start` and `cleanup` of one container. `limits`: what the mechanism limits on this node, and how strongly; each call of
+    `unavailable` may change it. `adjustable`: it can change the limits of a running container. `running_keep_limits`: only new programs get
+    the changed limits.
+    """
 
     name: BackendName
     limits: Mapping[Resource, Strength]
@@ -46,7 +45,7 @@ class Backend:
     running_keep_limits: bool = False
 
     async def unavailable(self) -> str | None:
-        """Why this node can't use the mechanism, and what to do; None if the node can use it."""
+        """Why this node can't use the mechanism, and what to do; None: it can."""
         try:
             await self.check_node()
         except (GpumgrError, OSError) as error:
@@ -54,16 +53,18 @@ class Backend:
         return None
 
     async def check_node(self) -> None:
-        """Raises GpumgrError or OSError, with what to do, if this node can't use the mechanism."""
+        """Raises GpumgrError or OSError, with what to do, if the node can't use the mechanism."""
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
-        """The backend's part of the answer to Allocate for this resource. `tenant`: the container and its share. The answer for cores has
-        everything that does not depend on the amount of memory. Each answer depends only on the tenant, the settings and the libraries.
-        Raises Refusal."""
+        """The backend's part of the answer to Allocate for this resource. Raises Refusal.
+
+        The answer for cores has everything that does not depend on the amount of memory. Each answer depends only on the tenant, the
+        settings and the libraries.
+        """
         return ContainerResponse()
 
     async def start(self, tenant: GpuShare) -> None:
-        """Puts the container's limits in place, before each start of the container. Raises Refusal; the kubelet retries."""
+        """Puts the limits in place before each start of the container. Raises Refusal; the kubelet retries."""
         try:
             await self.put_limits(tenant)
         except Refusal:
@@ -73,60 +74,61 @@ class Backend:
             raise Refusal("internal", f"{tenant.describe()} can't start with the backend {self.name}: {text}") from error
 
     async def put_limits(self, tenant: GpuShare) -> None:
-        """Puts the limits in place, see `start`. Raises GpumgrError, OSError, and ValueError for limits that the mechanism can't
-        express."""
+        """Raises GpumgrError, OSError, and ValueError for limits that the mechanism can't express."""
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Ends this backend's use of these GPUs before a container without this backend starts there. Raises Refusal."""
+        """Frees these GPUs from this backend before a container of another backend starts there. Raises Refusal."""
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:  # noqa: ARG002
-        """Compares the limits of the running containers of this backend with what was granted, before `adjust` restores them. Returns
-        findings for the pods' events."""
+        """Compares the limits of the running containers with what was granted, before `adjust` restores them."""
         return ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:  # noqa: ARG002
-        """Restores limits that differ from what was granted. Returns, for each container with a memory limit that could not be set, the
-        reason; the former limit may be in force. A mechanism that is not `adjustable` returns no reasons."""
+        """Restores limits that differ from what was granted.
+
+        Returns the reason for each container with a memory limit that could not be set; the former limit may be in force.
+        """
         return {}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """For containers that the last `adjust` returned: the highest memory limit of their programs, if it is known."""
+        """For containers that the last `adjust` returned: the highest memory limit of their programs, if known."""
         return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How the containers of this backend used their turns, the times in which they may run kernels; empty without turns."""
+        """How containers used their turns, the times in which they may run kernels."""
         return {}
 
     def remains(self) -> Collection[AllocationId]:
-        """Allocations that have files or other state of this backend. Raises OSError."""
+        """Allocations with files or other state of this backend. Raises OSError."""
         return ()
 
     async def cleanup(self, allocation: AllocationId) -> None:
         """Removes the state of an allocation that is gone and has no process. Raises GpumgrError, OSError."""
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Takes over the state of these containers after a start of the agent. All of them use this backend."""
+        """Takes over the state of this backend's containers after a start of the agent."""
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:  # noqa: ARG002
-        """Ends daemons that no container needs. Called after each end of a container, and when the returned time has passed. `known`
-        returns the allocations that exist at present. Returns the seconds until it must be called again, None if nothing waits."""
+        """Ends daemons that no container needs. `known` returns the allocations that exist now.
+
+        Called after each end of a container, and when the returned seconds have passed (None: nothing waits).
+        """
         return None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:  # noqa: ARG002
-        """Which of these processes on GPUs are the backend's own. `started`: the host's pid -> start time in clock ticks since boot. Reads
-        /proc, so call it on a thread."""
+        """Which processes on GPUs are the backend's own. `started`: host pid -> start time in clock ticks since boot. Blocks."""
         return ()
 
     async def close(self) -> None:
-        """Called when the agent ends; containers and their limits stay."""
+        """Called when the agent ends. Containers and their limits stay."""
 
 
-#: Called for a container that starts without limits, with the message for its pod's event.
+#: Called with the message for the pod's event when a container starts without limits.
 ReportUnlimited = Callable[[GpuShare, str], None]
 
 
 class Unlimited(Backend):
-    """Sets no limits, and reports that. The operator chose this backend, or the node can use no other."""
+    """Sets no limits, and reports that."""
 
     name: BackendName = "none"
     limits: Mapping[Resource, Strength] = {}
@@ -139,7 +141,7 @@ class Unlimited(Backend):
 
 
 def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> HistoryEntry:
-    """The history's entry about a container that runs without limits."""
+    """The history's entry about a container without limits."""
     return HistoryEntry(
         what="event",
         id=tenant.allocation,
@@ -161,7 +163,7 @@ def unlimited_message(tenant: GpuShare, why: str) -> str:
     )
 
 
-#: A container can change many values; a message names at most this number.
+#: A message names at most this number of the values that a container changed.
 _NAMED: Final = 3
 
 
@@ -170,7 +172,6 @@ def finding(tenant: GpuShare, code: FindingCode, message: str) -> Finding:
 
 
 def listed(found: Sequence[str]) -> str:
-    """The first few texts, and how many more there are."""
     more = len(found) - _NAMED
     return ", ".join(found[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -181,8 +182,7 @@ NO_MECHANISM: Mechanisms = ("none",)
 
 
 class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The mechanisms of this node. `obstacles`: a mechanism's name -> why the node can't use the mechanism. `strengths`: the limits of all
-    mechanisms."""
+    """The mechanisms of new shares on this node. `obstacles`: mechanism -> why the node can't use it."""
 
     mechanisms: Mechanisms = NO_MECHANISM
     obstacles: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -190,29 +190,30 @@ class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def able(self) -> Strengths:
-        """The mechanisms that the node can use, with their strengths."""
+        """The mechanisms that the node can use."""
         return {name: limits for name, limits in self.strengths.items() if name not in self.obstacles}
 
     def limits(self, gpu: Gpu) -> GpuLimits:
-        """The limits of new shares on the GPU, without the operator's overrides."""
+        """The limits of new shares on the GPU, without overrides."""
         return gpu_limits(gpu, self.mechanisms, self.strengths, self.obstacles)
 
     def describe(self, gpus: Iterable[Gpu]) -> str:
-        """The text for the log, the node's annotation and `gpumgr doctor`; without GPUs it names only the mechanisms."""
+        """The text for log, annotation and `gpumgr doctor`; without GPUs only the mechanisms' names."""
         return describe_limits((gpu.index, self.limits(gpu)) for gpu in gpus) or "+".join(self.mechanisms)
 
 
 def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengths: Strengths) -> MechanismChoice:
-    """`obstacles`: for each backend, why this node can't use it, or None if it can. A backend that the operator names is chosen even if the
-    node can't use it: containers are refused with that reason instead of running without limits."""
+    """Chooses the mechanisms for enforcement.backend. `obstacles`: backend -> why this node can't use it, None if it can.
+
+    A backend that the operator names is chosen even with an obstacle: containers are refused instead of running without limits.
+    """
     named = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
     node = MechanismChoice(obstacles=named, strengths=strengths)
     return replace(node, mechanisms=expand(setting, node.able))
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
-    """The mechanisms for one value of enforcement.backend; a mechanism for memory alone is first. `able`: the mechanisms that the node can
-    use."""
+    """The mechanisms for one value of enforcement.backend, a mechanism for memory alone first."""
     if setting not in ("auto", "nvml-memory"):
         return (setting,)
     memory = ["nvml-memory"] if setting == "nvml-memory" or able.get("nvml-memory") else []
@@ -220,8 +221,7 @@ def expand(setting: str, able: Strengths) -> Mechanisms:
 
 
 def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, str] | None:
-    """The override for this pod's service account, else for its namespace, as (subject, value of enforcement.backend); None if there is
-    none."""
+    """(subject, value of enforcement.backend) of the override for the pod's service account, else for its namespace."""
     rules = dict(rule.split("=", 1) for rule in overrides)
     for subject in (pod.account, pod.namespace) if pod is not None else ():
         if subject in rules:
@@ -230,7 +230,7 @@ def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, st
 
 
 def mechanisms_for(setting: str, able: Strengths, node: Mechanisms) -> Mechanisms:
-    """The mechanisms of a share with an override. `node`: the node's mechanisms. On a node with MPS, programs get contexts only through the
-    GPU's MPS daemon, so a container without limits gets "mps-open"."""
+    """The mechanisms of a share with an override. `node`: the node's mechanisms."""
+    # With MPS, programs get contexts only through the GPU's daemon; "mps-open" gives a container without limits access to it.
     mechanisms = expand(setting, able)
     return ("mps-open",) if mechanisms == NO_MECHANISM and "mps" in node else mechanisms

@@ -1,8 +1,7 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes the device to the container runtime.
 
-Each allocation has one spec file, with one device, or for a ResourceClaim one device for each GPU. The file is written when the container
-starts (by then both resources are allocated), or when the claim is prepared. The file's name depends on the allocation alone. The runtime
-reads the folder again for a device that it does not know. Source: Container Device Interface specification 0.6.0.
+Each allocation has one spec file with one device; for a ResourceClaim with one device per GPU. The file is written when the container
+starts, since both resources are allocated by then, or when the claim is prepared. Source: Container Device Interface specification 0.6.0.
 """
 
 import json
@@ -17,7 +16,7 @@ VERSION: Final = "0.6.0"
 
 
 def device_name(allocation: AllocationId, gpu: GpuName | None = None) -> str:
-    """The fully qualified name of a device, as the kubelet passes it to the runtime. `gpu`: the GPU of a ResourceClaim's device."""
+    """The fully qualified name of a device. `gpu`: only for a ResourceClaim."""
     return f"{KIND}={_short_name(allocation, gpu)}"
 
 
@@ -30,7 +29,7 @@ def file_name(allocation: AllocationId) -> str:
 
 
 def allocation_of(name: str) -> AllocationId | None:
-    """The allocation of a spec file, from its name; None for another file."""
+    """The allocation of a spec file; None for another file."""
     prefix, suffix = "gpumgr.io-gpu-", ".json"
     inside = name.startswith(prefix) and name.endswith(suffix)
     return name[len(prefix) : -len(suffix)] if inside else None
@@ -39,8 +38,7 @@ def allocation_of(name: str) -> AllocationId | None:
 def spec(allocation: Allocation, response: ContainerResponse) -> bytes:
     """The spec file with the environment, device nodes and mounts of `response`; CDI has no annotations.
 
-    All devices of a claim have the same content. The kubelet passes all devices of a request to the runtime, where repeated content has
-    no further effect.
+    All devices of a claim have the same content, since repeated content has no further effect on a container.
     """
     edits: dict[str, Any] = {
         "env": [f"{key}={value}" for key, value in sorted(response.envs.items())],

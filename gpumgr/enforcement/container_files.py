@@ -1,12 +1,11 @@
-"""Files that a container shares with the agent and can change in any way, in folders of limited size (tmpfs). All functions block.
+"""Files that a container shares with the agent and can change in any way. All functions block.
 
 Such a file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
-agent uses the file that the container got. `check`, and each write, verifies that the path still names this file.
+agent uses the file that the container got.
 
-A container can enlarge its file, and must not take the space of other containers, so each folder is a tmpfs of its own. The container's
-runtime mounts the file on the host, so the tmpfs must be mounted on the host, too. A mount reaches the host if the agent runs in the host's
-mount namespace, or in a pod with "Bidirectional" propagation of run_dir. An agent in the sandbox of a systemd unit asks systemd to mount
-the tmpfs. Source: mount(2), mount_namespaces(7).
+A container can enlarge its file, so each folder is a tmpfs of its own, of limited size. The container's runtime mounts the file on the
+host, so the host must see the tmpfs: the agent runs in the host's mount namespace or in a pod with "Bidirectional" propagation of run_dir,
+or asks systemd to mount the tmpfs. Source: mount(2), mount_namespaces(7).
 """
 
 import ctypes
@@ -23,14 +22,13 @@ import structlog
 from gpumgr.common.files import replacing
 from gpumgr.enforcement.mps.launcher import best_method, host_command
 
-#: For all users: the container's processes run as any user.
+#: The container's processes run as any user.
 FOR_ALL: Final = 0o666
 _FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class SharedFile:
-    """For one thread at a time. All methods raise OSError, also if the container has damaged the file; the text says how. A damaged file is
-    not written."""
+    """For one thread at a time. All methods raise OSError, also if the container has damaged the file; the text says how."""
 
     def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
         """Owns the descriptor."""
@@ -58,7 +56,6 @@ class SharedFile:
             os.close(parent)
 
     def close(self) -> None:
-        """Closes the descriptor. Further calls do nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -84,14 +81,13 @@ class SharedFile:
         return data
 
     def write(self, offset: int, data: bytes) -> None:
-        """Writes the bytes at the offset. An aligned word of 4 or 8 bytes is a single store, which is atomic for readers on x86-64 and
-        arm64."""
+        """An aligned word of 4 or 8 bytes is a single store, which is atomic for readers on x86-64 and arm64."""
         self.check()  # a write would extend a truncated file
         os.pwrite(self.descriptor, data, offset)
 
     def check(self, *, short: bool = False) -> int:
-        """Returns the file's size in bytes. Raises OSError if the path names another file, if the file has a second name, or if it is too
-        short (allowed with `short`)."""
+        """Returns the size in bytes. Raises OSError if the path names another file, the file has a second name, or it is too short (allowed
+        with `short`)."""
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is not a regular file")
@@ -108,11 +104,11 @@ class SharedFile:
         return found.st_size
 
 
-#: Space for the limiter's pages (2.2 MB if full); HAMi-core's region is smaller.
+#: Room for the limiter's pages (2.2 MB if full); HAMi-core's region is smaller.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
-#: The agent makes fewer mounts than this on one folder.
+#: More than the agent ever mounts on one folder.
 _MOST_MOUNTS: Final = 8
 _SYSTEMD_SECONDS: Final = 10.0
 
@@ -120,18 +116,17 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """A tmpfs for each allocation; without the right to mount, a plain folder, where an enlarged file uses space of run_dir until the agent
-    cuts it."""
+    """A tmpfs for each allocation. Without the right to mount it is a plain folder, where an enlarged file uses space of run_dir until the
+    agent cuts it."""
 
     def __init__(self) -> None:
         self._logged = False
 
     def renew(self, folder: Path) -> None:
-        """Mounts an empty tmpfs at the folder, which has the allocation's name. The former tmpfs stays while its container has a file of it
-        mounted. If no mount is possible, the folder stays plain, which is logged once.
+        """Mounts an empty tmpfs at the folder, which has the allocation's name, or leaves it plain. Raises OSError.
 
-        The mount's source has the allocation's name too, so that `mounted_names` finds the name for each process with a file of the tmpfs.
-        Raises OSError.
+        The former tmpfs stays while its container has a file of it mounted. The mount's source has the allocation's name too, so that
+        `mounted_names` finds it for each process with a file of the tmpfs.
         """
         self.remove(folder)
         source = f"gpumgr-{folder.name}"
@@ -153,7 +148,7 @@ class BoundedFolders:
 
     def remove(self, folder: Path) -> None:
         """Unmounts what `renew` mounted. Raises OSError."""
-        if not folder.exists():  # `_on_host` would find the mount of another mechanism for this allocation
+        if not folder.exists():  # `_on_host` would find the mount of another mechanism
             return
         for _ in range(_MOST_MOUNTS):
             if not folder.is_mount():
@@ -162,12 +157,12 @@ class BoundedFolders:
                 _call("umount2", os.fsencode(folder), _DETACH)
             except PermissionError:
                 _ask_systemd("umount", "--lazy", str(folder))
-        if _on_host(folder):  # the agent sees the host's mounts, but its own changes do not reach the host
+        if _on_host(folder):  # the agent's own changes do not reach the host
             _ask_systemd("umount", "--lazy", str(folder))
 
 
 def _on_host(folder: Path) -> bool:
-    """Whether the host has the folder's mount; False if the agent may not read the host's mounts."""
+    """Whether the host has the mount; False if the agent may not read the host's mounts."""
     try:
         return f" gpumgr-{folder.name} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape")
     except OSError:

@@ -1,7 +1,6 @@
 """The processes of a container: their pids on the host and in the container, and the folders of allocations that they have mounted.
 
-A pid namespace and a pid in it identify a process; the limiter's library writes both into a file that it shares with the agent. While any
-process has an allocation's folder mounted, the allocation's container is alive.
+While any process has an allocation's folder mounted, the allocation's container is alive.
 """
 
 import os
@@ -12,14 +11,14 @@ from typing import NamedTuple
 from gpumgr.common.proc import PROC, first_stack, mount_tables, mounted_root, start_time_ticks
 from gpumgr.ledger.ledger import AllocationId
 
-#: The pid of a host process in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
+#: Host pid -> its pid in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
 PidInContainerOf = Callable[[int], int | None]
-#: Maps a pid in a container to the host's pids of the processes that have this pid in their pid namespace.
+#: Pid in a container -> the pids of the processes on the host that have it.
 HostsOf = Callable[[int], Sequence[int]]
 
 
 class PidMap:
-    """Translates pids of the host into pids in the container, and back. Reads /proc once for each process."""
+    """Translates pids between host and container. Reads /proc once for each process."""
 
     def __init__(self, pid_in_container_of: PidInContainerOf) -> None:
         self._pid_in_container_of = pid_in_container_of
@@ -29,15 +28,14 @@ class PidMap:
         self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
 
     def inside(self, pid: int) -> int | None:
-        """The process's pid in its container; None if it is gone."""
+        """The pid in the container; None if the process is gone."""
         found = self._inside.get(pid)
         if found is None and (found := self._pid_in_container_of(pid)) is not None:
             self._inside[pid] = found
         return found
 
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """Returns a function that maps a pid in the container to the host pids in `pids` that have it. With nested pid namespaces several
-        processes can have the same pid."""
+        """Maps a pid in the container to the processes in `pids` that have it: several with nested pid namespaces."""
         table: dict[int, list[int]] = {}
         for pid in pids:
             if (inside := self.inside(pid)) is not None:
@@ -46,20 +44,18 @@ class PidMap:
 
 
 class Identity(NamedTuple):
-    """`namespace`: the inode of the innermost pid namespace."""
+    """Identifies a process. `namespace`: the inode of its innermost pid namespace. The limiter's library writes both into its page."""
 
     namespace: int
     pid: int
 
 
 class Identities:
-    """`pid_in_container_of` returns a process's pid in its innermost pid namespace (None: gone)."""
-
     def __init__(self, pid_in_container_of: PidInContainerOf, proc_root: Path = PROC) -> None:
         self._pid_in_container_of, self._proc_root = pid_in_container_of, proc_root
 
     def of(self, host_pid: int) -> Identity | None:
-        """The identity of this process; None: the process is gone, or hidden from the agent."""
+        """None: the process is gone, or hidden from the agent."""
         try:
             namespace = os.stat(self._proc_root / str(host_pid) / "ns" / "pid").st_ino
         except OSError:
@@ -73,7 +69,7 @@ class Identities:
         return now is not None and now != stack
 
     def all(self) -> Iterator[Identity]:
-        """Every process of the host that the agent may see, without zombies. Raises OSError."""
+        """All processes that the agent may see, without zombies. Raises OSError."""
         for name in os.listdir(self._proc_root):
             if not name.isdecimal() or start_time_ticks(int(name), self._proc_root) is None:
                 continue
@@ -82,10 +78,10 @@ class Identities:
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system. A
-    mount of a whole file system does not count, since only the agent mounts one. Blocks for some milliseconds.
+    """The names that the mount table of any process has: in the path of a mounted file or folder, or in the name of its file system.
 
-    Raises OSError if a process is hidden from the agent, since that process may have any of the folders mounted.
+    A mount of a whole file system does not count, since only the agent mounts one. Blocks for some milliseconds.
+    Raises OSError if a process is hidden from the agent, since it may have any of the folders mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):
@@ -96,10 +92,8 @@ def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[s
 
 
 def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> bool:
-    """Whether the folder of this allocation is mounted in the process's mount namespace; only the allocation's container has it mounted.
-
-    False for a process that is gone. Blocks.
-    """
+    """Whether the process has the folder of this allocation mounted, as only the allocation's container has. False for a process that is
+    gone. Blocks."""
     try:
         with (proc_root / str(pid) / "mountinfo").open(encoding="utf-8", errors="replace") as lines:
             return any(PurePosixPath(mounted_root(line)).name == allocation for line in lines)

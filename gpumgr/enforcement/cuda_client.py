@@ -1,8 +1,7 @@
-"""A program that makes one CUDA context and ends. It imports nothing of gpumgr.
+"""A program that makes one CUDA context and ends. It hangs if an MPS server is blocked. It imports nothing of gpumgr.
 
-Its first argument is the name or path of libcuda. With the second argument `wait` the program prints READY when it has the context, and
-runs until its standard input ends. If an MPS server is blocked, the program hangs. Exit status: 0: the program got a context; 2: CUDA
-refused; 3: the library can't be loaded.
+Arguments: the name or path of libcuda; `wait` to print READY and keep the context until standard input ends.
+Exit status: 0 for a context, 2 if CUDA refused, 3 if the library can't be loaded.
 """
 
 import ctypes

@@ -1,18 +1,16 @@
 """Backend "nvml-memory": the driver's own limit on the GPU memory of a container's cgroup.
 
-The NVIDIA driver (615 and newer) accounts all device memory to cgroups through the kernel's dmem controller: beyond the hard limit an
-allocation fails with CUDA's out-of-memory error, which the container can't prevent, and cuMemGetInfo shows the limit as the total. Nothing
-is put into the container. The driver limits neither cores nor managed memory that is in the host's memory.
+The NVIDIA driver (615 and newer) accounts device memory to cgroups through the kernel's dmem controller. Beyond the hard limit an
+allocation fails with CUDA's out-of-memory error, and cuMemGetInfo shows the limit as the total. Nothing is put into the container. Neither
+cores nor managed memory in the host's memory are limited.
 
-Only the hard limit is set. A soft limit (a guarantee) would be added to the cgroup's ancestors too, and subtracted there only if it were
-set to 0 before the cgroup is removed; but the runtime removes the cgroup as soon as the container ends. The guarantee is not needed: the
-sum of all shares fits the GPU, and the hard limits leave each container its share, also while a hard limit is raised for a burst. A soft
-limit that is found is set to 0. The hard limit is removed with the cgroup.
+Only the hard limit is set, and removed with the cgroup. A soft limit (a guarantee) would also be added to the cgroup's ancestors, and stay
+there, since the runtime removes the cgroup before it could be set to 0. The guarantee is not needed: the sum of all shares fits the GPU,
+and the hard limits leave each container its share, also during a burst.
 
-The cgroup exists only while the container exists, so the limit is set when the running container is first listed. Memory that it allocated
-before that stays allocated: the kernel silently refuses a limit below the use, so each limit is read back. A container that the runtime
-does not list never gets its limit, and the agent reports its GPU processes as processes of no container; so no container starts while the
-runtime is not available. A restarted agent finds the limits again when the runtime lists the containers.
+The cgroup exists only while the container exists, so the limit is set when the running container is first listed. The kernel silently
+refuses a limit below the present use, so each limit is read back. A container that the runtime does not list never gets its limit, so no
+container starts while the runtime is not available.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
@@ -35,11 +33,11 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import MemoryLimit
 
-#: Interval at which a limit in force is read back: other programs may change it, and a driver loses it when it is reloaded.
+#: A limit in force is read back: other programs may change it, and a reloaded driver has lost it.
 _RECHECK_SECONDS: Final = 10.0
-#: The limit of the trial, of a size that the driver does not round.
+#: A size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
-#: The trial's cgroup. An agent and a `gpumgr doctor` that try at the same time may disturb each other; the next trial succeeds.
+#: Agent and `gpumgr doctor` may disturb each other's trial; the next trial succeeds.
 _TRIAL_CGROUP: Final = "gpumgr-trial"
 _AFTER_FAILED_TRIAL: Final = (
     "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
@@ -50,7 +48,7 @@ log = structlog.get_logger(__name__)
 
 
 class MemoryLimits(Protocol):
-    """The driver's functions. All raise NvmlError; `cgroup` is the full path of the cgroup's folder."""
+    """The driver's functions. `cgroup`: full path of the cgroup's folder. All raise NvmlError."""
 
     async def gpu_with_memory_limits(self) -> str:
         """The UUID of a GPU on which the driver seems to limit the memory of cgroups."""
@@ -62,9 +60,8 @@ class MemoryLimits(Protocol):
 
 
 class _Limit(msgspec.Struct):
-    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force, None if one is; `kept`: why the driver keeps
-    the higher limit of a burst (memory beyond the share while it is free); `due`: when to read the limit back; `hard_bytes`: the limit that
-    was in force last."""
+    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force (None: one is). `kept`: why the driver keeps
+    the higher limit of a burst. `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
@@ -74,7 +71,7 @@ class _Limit(msgspec.Struct):
 
 
 class DriverMemory(Backend):
-    """`cgroup_root` is where cgroup v2 is mounted; `clock` is in seconds. `runtime_obstacle` returns why the container runtime can't list
+    """`cgroup_root`: where cgroup v2 is mounted. `clock`: in seconds. `runtime_obstacle`: returns why the container runtime can't list
     containers (None: it can)."""
 
     name: BackendName = "nvml-memory"
@@ -95,7 +92,7 @@ class DriverMemory(Backend):
         self._tried = False
 
     def driver_restarted(self) -> None:
-        """The driver may have been loaded again: the next `unavailable` tries its limits again."""
+        """The next `unavailable` tries a limit again, since the driver may have been reloaded."""
         self._tried = False
 
     async def check_node(self) -> None:
@@ -123,12 +120,12 @@ class DriverMemory(Backend):
 
     @contextmanager
     def _new_cgroup(self) -> Iterator[str]:
-        """A cgroup without processes, which exists while the block runs. Raises OSError."""
+        """A cgroup without processes, for a block. Raises OSError."""
         enabled = self._cgroup_root / "cgroup.subtree_control"
         if "dmem" not in enabled.read_text(encoding="ascii").split():
             enabled.write_text("+dmem", encoding="ascii")  # as runc does when it starts the first container
         cgroup = self._cgroup_root / _TRIAL_CGROUP
-        cgroup.mkdir(exist_ok=True)  # a process that was killed may have left it
+        cgroup.mkdir(exist_ok=True)  # a killed process may have left it
         try:
             yield str(cgroup)
         finally:
@@ -184,8 +181,8 @@ class DriverMemory(Backend):
                 limit.due = self._clock() + _RECHECK_SECONDS
 
     async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
-        """Sets the limit unless it is in force. Returns why the container is not limited; None if it is, also by a burst's higher limit
-        (`kept`). Raises NvmlError."""
+        """Sets the limit unless it is in force. Returns why the container is not limited; a burst's higher limit (`kept`) counts as one.
+        Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes
@@ -193,8 +190,7 @@ class DriverMemory(Backend):
             if (obstacle := await self._put(gpu.uuid, cgroup, wanted)) is not None:
                 if not of_burst:
                     return f"{obstacle}; the container may use more already"
-                # The container may have taken more memory since its use was measured. The next call knows the new use; until then the old
-                # limit stays.
+                # The container may have taken more memory since the last sample. The old limit stays until the next call.
                 limit.kept = obstacle
                 return None
             place = {"allocation": limit.allocation, "gpu": gpu.uuid, "cgroup": cgroup}
@@ -204,7 +200,7 @@ class DriverMemory(Backend):
         return None
 
     async def _put(self, uuid: str, cgroup: str, limit: MemoryLimit) -> str | None:
-        """Sets a limit and reads it back; returns why it is not in force. Raises NvmlError."""
+        """Sets a limit; returns why it is not in force. Raises NvmlError."""
         await self._driver.set_memory_limit(uuid, cgroup, limit.soft_bytes, limit.hard_bytes)
         found = await self._driver.memory_limit(uuid, cgroup)
         return None if found == limit else f"the driver accepted it and reports {_text_of(found)}"

@@ -32,22 +32,19 @@ from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
-#: What to do if the mounts of containers can't be read.
 _ALLOW_TRACING: Final = (
     "files of containers that are gone stay until the agent may read the mounts of all processes: give it CAP_SYS_PTRACE, and in a pod "
     "`hostPID: true`"
 )
-#: What to do if the files of a mechanism, or the CDI specs, can't be listed.
 _MAKE_READABLE: Final = "files of containers that are gone stay until the agent can list the folder: make it readable"
-#: Maps a container to the descriptions and mechanisms of the other containers on its GPU.
+#: Container -> (description, mechanisms) of each other container on its GPU.
 OthersOnGpus = Callable[[GpuShare], Iterable[tuple[str, Mechanisms]]]
 
 
 class Enforcer:
-    """CDI specs are written for allocations with the flag `cdi`. New allocations have this flag if the settings choose injection by CDI.
+    """`in_use`: returns which of the given allocations have a folder that a process has mounted; called on a thread.
 
-    `in_use` returns which of the given allocations have a folder that a process has mounted; it is called on a thread. `on_start` is called
-    before each start of a container. `others_on_gpus` lists the other containers on a container's GPU. `clock` is monotonic, in seconds.
+    `on_start` is called before each start of a container. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -62,9 +59,9 @@ class Enforcer:
     ) -> None:
         self.backends: Mapping[str, Backend] = {backend.name: backend for backend in backends}
         self.choice = MechanismChoice()
-        #: UUID -> the limits of new shares on this GPU, without the operator's overrides.
+        #: UUID -> the limits of new shares on this GPU, without overrides.
         self.gpu_limits: Mapping[str, GpuLimits] = {}
-        #: The limits of all GPUs as one text.
+        #: `gpu_limits` as one text.
         self.described = self.choice.describe(())
         self._settings = settings
         self._cdi_dir, self._inject_by_cdi = settings.cdi_dir, settings.injection == "cdi"
@@ -79,7 +76,7 @@ class Enforcer:
         self._reported: tuple[Mechanisms, str] | None = None
 
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
-        """Determines the mechanisms of new containers on these GPUs; allocations keep their mechanisms. Logs a changed result."""
+        """Determines and logs the mechanisms of new containers on these GPUs; allocations keep theirs."""
         answers = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
         obstacles = dict(zip(self.backends, answers, strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
@@ -113,8 +110,7 @@ class Enforcer:
         full = self._full(base, allocation, tenant, RESOURCES if kind == "replica" else [kind])
         if not allocation.cdi:
             return full
-        # The answer keeps the mount of the allocation's folder: the host path has the allocation's id, which the agent needs to rebuild the
-        # ledger.
+        # The mount of the allocation's folder stays: its host path has the allocation's id, which the agent needs to rebuild the ledger.
         kept = tuple(mount for mount in base.mounts if mount.container_path == ALLOCATION_PATH)
         names = () if kind == "memory" else (cdi.device_name(allocation.id),)
         return ContainerResponse(mounts=kept, annotations=full.annotations, cdi_devices=names)
@@ -132,8 +128,8 @@ class Enforcer:
                         await backend.start(tenant)
                 if allocation.cdi:
                     text = cdi.spec(allocation, self._full(base, allocation, tenant, RESOURCES))
-                    # Not in another thread: by default the folder is in memory (/var/run/cdi), and the threads of many claims at
-                    # once would wait for each other longer than a write takes.
+                    # Not on a thread: the folder is in memory by default (/var/run/cdi), and the threads of many claims would wait for
+                    # each other longer than a write takes.
                     self._write_spec(allocation.id, text)
             except OSError as error:
                 where = f" {error.filename}" if error.filename else ""
@@ -142,8 +138,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may already run with these limits. A claim can be prepared again, or restored, while its containers run.
-        These containers would keep the old files mounted and never see new files, so the files must stay."""
+        """Whether a container may run with these limits. A claim can be prepared again while its containers run. They would never see
+        new files, so the old ones must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 
@@ -152,8 +148,8 @@ class Enforcer:
             await backend.vacate(uuids)
 
     def _refuse_mixture(self, tenant: GpuShare, mechanisms: Mechanisms) -> None:
-        """Raises Refusal if only one of two containers on a GPU is limited by MPS. MPS sets the GPU to exclusive mode: containers that use
-        the GPU without MPS would lose the GPU, or prevent the daemon's start."""
+        """Raises Refusal if only one of two containers on a GPU uses MPS. MPS sets the GPU to exclusive mode, so the other container would
+        lose the GPU or prevent the daemon's start."""
         for holder, others in self._others_on_gpus(tenant):
             if _by_mps(mechanisms) != _by_mps(others):
                 mine, theirs = ("MPS", "another mechanism") if _by_mps(mechanisms) else ("+".join(mechanisms), "MPS")
@@ -184,7 +180,7 @@ class Enforcer:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def observe(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Sequence[tuple[str, Finding]]:
-        """The findings of all mechanisms, each with the mechanism's name."""
+        """(name of the mechanism, finding) of all mechanisms."""
         findings: list[tuple[str, Finding]] = []
         for backend, containers in self._by_backend(running):
             with self._retried(log.warning, "enforcement_not_observed", backend=backend.name):
@@ -192,7 +188,7 @@ class Enforcer:
         return findings
 
     async def adjust(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> Mapping[AllocationId, str]:
-        """Returns the reason for each memory limit that is not in force."""
+        """The reason for each memory limit that is not in force."""
         obstacles: dict[AllocationId, str] = {}
         for backend, containers in self._by_backend(running):
             with self._retried(log.warning, "enforcement_not_adjusted", backend=backend.name):
@@ -204,20 +200,19 @@ class Enforcer:
         return obstacles
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
-        """Every backend with its containers. A backend without containers is included: it may have daemons to check or records to drop."""
+        """Every backend, also without containers: it may have daemons to check or records to drop."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
-        """How containers used their turns (the times in which they may run kernels), as of the last `observe`."""
+        """As of the last `observe`."""
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """For containers with programs that still have a memory limit from before a change: the highest such limit, as of the last
-        `adjust`."""
+        """The highest memory limit that programs still have from before a change, as of the last `adjust`."""
         return {name: size for backend in self.backends.values() for name, size in backend.kept_bytes().items()}
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
-        """Why these mechanisms can't change this limit of a running container; None: they can."""
+        """Why these mechanisms can't change the limit of a running container; None: they can."""
         limiting = [name for name in mechanisms if name in self.backends and resource in self.backends[name].limits]
         fixed = [name for name in limiting if not self.backends[name].adjustable]
         what = "memory" if resource == "memory" else "cores"
@@ -226,7 +221,7 @@ class Enforcer:
         return None if limiting else f"no backend limits the container's {what}"
 
     def obstacle_to_burst(self, mechanisms: Mechanisms) -> str | None:
-        """Why these mechanisms can't change the limit of memory at once, also for running programs; None: they can."""
+        """Why these mechanisms can't change the memory limit of running programs; None: they can."""
         for name in mechanisms:
             if name in self.backends and "memory" in self.backends[name].limits and self.backends[name].running_keep_limits:
                 return f"with the backend {name}, programs that run keep the limits with which they started"
@@ -237,8 +232,7 @@ class Enforcer:
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
-        """Logs an error of the enclosed work as `event`, and does not raise it: a later call repeats the work. The same error in a row is
-        logged once."""
+        """Logs an error in the block instead of raising it, since a later call repeats the work. An error is logged once in a row."""
         work = (event, *fields.values())
         try:
             yield
@@ -252,14 +246,14 @@ class Enforcer:
     # -- start of the agent, and removal -----------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
-        """Call it after the agent's start: every mechanism takes over what an earlier process of the agent left for these containers."""
+        """Takes over, after the agent's start, what an earlier process left for these containers."""
         for name, backend in self.backends.items():
             with self._retried(log.warning, "enforcement_not_recovered", backend=name):
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends daemons that no allocation needs. Removes the files of allocations that no longer exist after `orphan_grace_seconds`, unless
-        a process has the files mounted. `known` returns the allocations that exist at present.
+        """Ends daemons that no allocation needs, and removes files that no process has mounted, `orphan_grace_seconds` after their
+        allocation is gone. `known` returns the allocations that exist now.
 
         Returns the seconds until the next call is due; None if nothing waits.
         """
@@ -283,13 +277,13 @@ class Enforcer:
         return min((seconds for seconds in (*waiting, *later) if seconds is not None), default=None)
 
     async def _used(self, due: Collection[AllocationId]) -> Collection[AllocationId]:
-        """Which of these allocations have files that a process has mounted; all of them if the mounts of processes can't be read."""
+        """Which of these allocations have files that a process has mounted; all if that can't be read."""
         with self._retried(log.warning, "orphans_kept", remedy=_ALLOW_TRACING):
             return await asyncio.to_thread(self._in_use, due)
         return due
 
     def _list_remains(self) -> set[AllocationId]:
-        """The allocations that have files. A folder that can't be listed is left out, and listed again later."""
+        """The allocations with files. A folder that can't be listed is tried again later."""
         listings = {name: backend.remains for name, backend in self.backends.items()} | {"cdi": self._specs}
         found: set[AllocationId] = set()
         for name, listing in listings.items():
@@ -300,13 +294,12 @@ class Enforcer:
     def _write_spec(self, allocation: AllocationId, spec: bytes) -> None:
         """Raises OSError."""
         self._cdi_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
-        # Not durable: every start of the container, also after a reboot, writes the file again.
+        # Not durable: every start of the container writes the file again, also after a reboot.
         path = self._cdi_dir / cdi.file_name(allocation)
         replace_file(path, spec, durable=False)
         self._written[allocation] = FileIdentity.at(path)
 
     def _specs(self) -> Collection[AllocationId]:
-        """The allocations with a CDI spec on disk. Raises OSError."""
         return [allocation for name in names_in(self._cdi_dir) if (allocation := cdi.allocation_of(name)) is not None]
 
     async def _remove(self, allocation: AllocationId, known: Callable[[], Collection[AllocationId]]) -> None:

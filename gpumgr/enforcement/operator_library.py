@@ -1,8 +1,6 @@
-"""A shared library for containers: the operator's, with a fixed SHA-256, or gpumgr's own. It is checked, then installed in a folder with
-the hash as its name.
+"""Checks a shared library for containers (the operator's, or gpumgr's own), and installs it in a folder with its SHA-256 as the name.
 
-Containers mount the installed copy, so a change of the original does not affect running containers. All functions block: call them on a
-thread.
+Containers mount the installed copy, so a changed original does not affect running containers. All functions block.
 """
 
 import functools
@@ -28,19 +26,18 @@ PRELOAD: Final = "ld.so.preload"
 
 
 class LibraryError(GpumgrError):
-    """A library can't be used or installed. The text says which file, why, and what to do."""
+    """A library can't be used or installed. The text says which, why, and what to do."""
 
 
 class CheckedLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """A library for this machine with this SHA-256 (lower-case hex)."""
+    """`sha256`: lower-case hex."""
 
     path: Path
     sha256: str
 
 
 def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> CheckedLibrary:
-    """Checks the library at `path`: it must be readable and made for this machine, have this SHA-256 (None: any), and export these symbols.
-    Digest and symbols of an unchanged file are cached.
+    """Checks that the library is readable, made for this machine, has this SHA-256 (None: any), and exports these symbols.
 
     Raises LibraryError, also for an error of the disk.
     """
@@ -64,14 +61,14 @@ def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> C
 
 
 def installed_path(folder: Path, sha256: str, name: str) -> Path:
-    """The path at which `install` puts a library. Reads no file."""
+    """The path at which `install` puts a library."""
     return folder / sha256.lower() / name
 
 
 def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
-    """Copies the library below `folder`, atomically and with mode 0755, and returns the path. Raises LibraryError.
+    """Copies the library below `folder`, atomically and with mode 0755; keeps an intact copy. Raises LibraryError.
 
-    An intact copy is kept. A file that a container may have mapped is never written to.
+    A file that a container may have mapped is never written to.
     """
     target = installed_path(folder, checked.sha256, name)
     if _is_installed(target, checked.sha256):
@@ -91,7 +88,7 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
 
 
 def install_preloaded(checked: CheckedLibrary, folder: Path, name: str, path_in_container: str) -> None:
-    """Installs a library and, beside it, PRELOAD, by which containers preload it. Raises LibraryError, OSError."""
+    """Installs a library and, beside it, the list that preloads it. Raises LibraryError, OSError."""
     preload = install(checked, folder, name).with_name(PRELOAD)
     content = f"{path_in_container}\n".encode()
     if not preload.is_file() or preload.read_bytes() != content:
@@ -99,14 +96,14 @@ def install_preloaded(checked: CheckedLibrary, folder: Path, name: str, path_in_
 
 
 def make_folder(folder: Path, mode: int = 0o755) -> None:
-    """Makes the folder with this mode, independent of the umask. Raises OSError."""
+    """Makes the folder with exactly this mode. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(mode)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BufferedReader]:
-    """The regular file at `path`; a FIFO does not block. Raises LibraryError; reading may raise OSError."""
+    """Opens the regular file; a FIFO does not block. Raises LibraryError; reading may raise OSError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -140,14 +137,14 @@ def _check_elf(path: Path, descriptor: int) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _digest(path: Path, identity: FileIdentity) -> str:  # noqa: ARG001
-    """SHA-256 of the file's content, cached while the file's identity stays the same. Raises LibraryError, OSError."""
+    """Cached while the file's identity stays the same. Raises LibraryError, OSError."""
     with _reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @functools.lru_cache(maxsize=32)
 def _exported(path: Path, identity: FileIdentity) -> frozenset[str]:  # noqa: ARG001
-    """The symbols that other programs can use, cached while the file's identity stays the same. Raises LibraryError."""
+    """The symbols for other programs, cached while the file's identity stays the same. Raises LibraryError."""
     try:
         with _reading(path) as file:
             return read_exports(file.fileno())

@@ -1,6 +1,6 @@
-"""The common base of the limiter and hami-core: each process of a container preloads a library.
+"""The common base of the limiter and hami-core, where each process of a container preloads a library.
 
-The container mounts the installed copy of the library, the list that preloads it, and the files of its own folder, which the agent checks.
+The container mounts the installed library, the list that preloads it, and the files of its own folder, which the agent checks.
 """
 
 import asyncio
@@ -29,29 +29,30 @@ from gpumgr.ledger.answer import Mount
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
-#: Several containers may start at once, each on a thread of its own.
+#: Containers start concurrently, each on a thread of its own.
 _INSTALLING: Final = threading.Lock()
 
 
 class Monitor:
-    """Checks the files of one start of a container. `files`, `file`: what messages call these files, and new ones. `obstacle`: why
-    the limits that were last checked or restored are not in force; None: they are. Any thread may call the methods. `close` may be called
-    again."""
+    """Checks the files of one start of a container. Any thread may call the methods.
+
+    `files`, `file`: what messages call these files, and new ones. `obstacle`: why the limits that were last checked or restored are not in
+    force; None: they are.
+    """
 
     def __init__(self, files: str, file: str) -> None:
         self._names = files, file
         self.obstacle: str | None = None
         self._lock, self._closed = threading.Lock(), False
         self._reported: set[str] = set()
-        #: Host pid -> in how many consecutive checks the process used the GPU without the library.
+        #: Host pid -> consecutive checks in which the process used the GPU without the library.
         self._unseen: dict[int, int] = {}
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the files; later checks do nothing."""
+        """Closes the files, also if called again; later checks do nothing."""
 
     def _first(self, what: str) -> bool:
-        """Whether this is the first call with this text."""
         new = what not in self._reported
         self._reported.add(what)
         return new
@@ -71,7 +72,7 @@ class Monitor:
         return finding(tenant, "tampered", message)
 
     def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str) -> Iterator[Finding]:
-        """Reports processes that have used the GPU without the library in `checks` consecutive checks. `without`: the library's name."""
+        """Reports processes without the library (named `without`) after `checks` consecutive checks."""
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
@@ -85,9 +86,8 @@ _M = TypeVar("_M", bound=Monitor)
 
 
 class PreloadedBackend(Backend, Generic[_M]):
-    """`path_in_container`: where containers have the library. `library_dir` has the installed libraries. It is on a disk, since a
-    container's mounts name these files as long as the container exists, also after a reboot. `folder` has a folder for each allocation.
-    It is on a tmpfs; without `volumes` the files of a container may fill the tmpfs."""
+    """`path_in_container`: the library in containers. `library_dir`: the installed libraries, on a disk, since a container's mounts name
+    them also after a reboot. `folder`: a folder for each allocation, on a tmpfs, which containers may fill if `volumes` is None."""
 
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
     adjustable = True
@@ -108,7 +108,6 @@ class PreloadedBackend(Backend, Generic[_M]):
         return {name: each.obstacle for name, each in monitors.items() if each is not None and each.obstacle is not None}
 
     async def cleanup(self, allocation: AllocationId) -> None:
-        """Raises OSError."""
         await asyncio.to_thread(self._cleanup, allocation)
 
     async def close(self) -> None:
@@ -117,8 +116,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """Returns the library's mounts, and installs it already now: if the agent is updated before the container's start, the new agent
-        installs only its own version, and the runtime would make a folder where this file is missing."""
+        """The mounts of the library. It is installed already now: an agent that is updated before the container's start installs only its
+        own version, and the runtime would make a folder where a file is missing."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)
@@ -131,7 +130,7 @@ class PreloadedBackend(Backend, Generic[_M]):
 
     @abstractmethod
     def _observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """The new findings about these containers."""
+        """Returns new findings."""
 
     def _install(self, library: CheckedLibrary) -> None:
         """Raises LibraryError or OSError."""
@@ -139,8 +138,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             install_preloaded(library, self._library_dir, self._path_in_container.name, str(self._path_in_container))
 
     def _new_folder(self, allocation: AllocationId) -> Path:
-        """The folder of a container that starts; closes the monitor of the former start, since its files are replaced. Raises OSError."""
-        # The closed monitor stays in `_monitors` until it is replaced: a check that runs now must not open other files.
+        """The folder of a container that starts. Raises OSError."""
+        # The closed monitor of the former start stays in `_monitors` until it is replaced: a running check must not open other files.
         if (old := self._monitors.get(allocation)) is not None:
             old.close()
         folder = self._folder / allocation
