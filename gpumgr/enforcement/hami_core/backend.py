@@ -1,8 +1,8 @@
 """Backend "hami-core": the operator's libvgpu.so runs in the container and limits cores and memory; a region file has the limits.
 
-The region file is mounted into the container twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path. So a
-process without that variable has the same limits, and the container can neither remove nor replace the file. The file is written again at
-every start, because a container can't start with a region of another library version, or with slots of the former container.
+The region is mounted twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path. So a process without that
+variable has the same limits, and the container can't replace the file. Each start writes a new file: a container can't start with a region
+of another library version, or with slots of the former container.
 """
 
 import asyncio
@@ -28,15 +28,13 @@ from gpumgr.ledger.answer import ContainerResponse, Mount
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 
-#: The region's path in the container, as the container's environment names it.
 REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
-#: Where the library looks for the region by default.
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
-#: The backend's folder in run_dir, with a folder for each allocation.
+#: A folder in run_dir.
 FOLDER: Final = "hami-core"
-#: The library looks for itself at this path unless CUDA_REDIRECT says otherwise.
+#: The library's own default (CUDA_REDIRECT).
 _LIBRARY_IN_CONTAINER: Final = Path("/usr/local/vgpu/libvgpu.so")
-#: A library that was refused is tried again after this time.
+#: When a refused library is tried again.
 RETRY_SECONDS: Final = 300.0
 _UNSET: Final = (
     "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "
@@ -45,8 +43,7 @@ _UNSET: Final = (
 
 
 class HamiCore(PreloadedBackend[RegionMonitor]):
-    """`log_level` is the library's. `pid_in_container_of` returns a process's pid in its container (None: gone); it is called on
-    threads."""
+    """`log_level`: the library's. `pid_in_container_of` is called on threads."""
 
     name: BackendName = "hami-core"
 
@@ -66,11 +63,11 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         self._library, self._log_level = (library_path, library_sha256), log_level
         self._pid_in_container_of, self._clock = pid_in_container_of, clock
         self._trying = asyncio.Lock()
-        #: The library that was tried, why it can't be used (None: it can), and the time at which it is tried again.
+        #: (the library that was tried, why it can't be used, when it is tried again).
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:
-        """Sets the library of containers that start from now on; running containers keep the copy that they have mounted."""
+        """Sets the library of new containers; running ones keep their copy."""
         self._library = path, sha256
 
     async def check_node(self) -> None:
@@ -82,7 +79,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         if path is None or sha256 is None:
             raise LibraryError(_UNSET)
         library = await asyncio.to_thread(check, path, sha256, exports=EXPORTS)
-        async with self._trying:  # starts that wait here get the same result
+        async with self._trying:  # waiting starts get the same result
             tried, reason, end = self._tried
             if library != tried or self._clock() >= end:
                 reason = await asyncio.to_thread(refusal, library)
@@ -92,7 +89,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         return library
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """Raises Refusal if the settings name no library."""
+        """Raises Refusal if no library is set."""
         if kind == "memory":
             return ContainerResponse(
                 envs={
@@ -126,7 +123,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         )
 
     async def put_limits(self, tenant: GpuShare) -> None:
-        """Installs the library and makes a new region file. The container that used the former file has ended."""
+        """Installs the library and makes a new region. The former container has ended."""
         await asyncio.to_thread(self._start, tenant, await self._usable_library())
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
@@ -151,7 +148,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
             self._monitor_of(tenant).set_recent_kernel(word)
 
     def _monitor_of(self, tenant: GpuShare) -> RegionMonitor:
-        """Returns the container's monitor. After a restart of the agent, opens the region that an earlier process of the agent made."""
+        """The container's monitor. After a restart of the agent, opens the existing region."""
         known = self._monitors.get(tenant.allocation)
         return known or self._monitors.setdefault(tenant.allocation, self._monitor(self._opened(tenant), None))
 

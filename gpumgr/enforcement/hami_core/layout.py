@@ -1,7 +1,6 @@
-"""Layout 1.2 of HAMi-core's region, a file with limits and use. gpumgr creates the file, and libraries since HAMi v2.8.2 map it.
+"""Layout 1.2 of HAMi-core's region, a file with limits and use, for libraries since HAMi v2.8.2.
 
-It is for 64-bit little-endian glibc, with 16 devices and 1024 slots, one slot for each process. The library makes the file one byte
-longer than the structure that it maps. Offsets are in bytes; offsets within a slot count from its beginning.
+It is for 64-bit little-endian glibc, 16 devices and 1024 slots, one for each process. Offsets are in bytes, in a slot from its beginning.
 """
 
 import struct
@@ -12,21 +11,22 @@ VERSION: Final = (1, 2)
 DEVICES: Final = 16
 SLOTS: Final = 1024
 SIZEOF: Final = 2_008_952
+#: The library makes the file one byte longer than the structure that it maps.
 FILE_BYTES: Final = SIZEOF + 1
 
-#: The words that identify a region: magic (i32), major and minor version (u32).
+#: Magic (i32), major and minor version (u32).
 HEAD: Final = struct.Struct("<iII")
 SEM: Final = 24
-#: Held by a process in cuInit while it looks for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
+#: A process in cuInit holds it while it looks for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
 SEM_POSTINIT: Final = 2_008_920
-#: For each device the limits of memory in bytes and of cores in percent (u64).
+#: For each device: bytes of memory, percent of cores (u64).
 LIMIT: Final = 1600
 SM_LIMIT: Final = 1728
 LIMITS: Final = struct.Struct(f"<{DEVICES}Q")
 
 PROCS: Final = 1856
 SLOT_BYTES: Final = 1960
-#: The process's pid in its container and on the host (i32; host 0: unknown).
+#: The pid in the container, and on the host (i32; 0: unknown).
 SLOT_PID: Final = 0
 SLOT_HOSTPID: Final = 4
 SLOT_STATUS: Final = 1928

@@ -1,7 +1,7 @@
 """Monitors the region of one container (the file that HAMi-core's library shares with the agent): reports findings and repairs limits.
-Blocks: call it on a thread.
+Blocks.
 
-The agent decides the limits. The region only shows which processes run under the library; its limits are never trusted.
+The region only shows which processes run under the library; its limits are never trusted.
 """
 
 import struct
@@ -22,10 +22,10 @@ from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 
 #: The library takes a slot (a record in the region) shortly after a process's first context appears, so a process without a slot is
-#: reported only after this number of consecutive checks.
+#: reported after this many checks in a row.
 CHECKS_UNREGISTERED: Final = 3
-#: The library looks up the host pid of each process once. A lookup takes up to a second, and only one process does it at a time. If the
-#: host pid is still wrong at this number of checks, the process must have written it, which counts as tampering.
+#: The library looks up the host pid of each process once, one process at a time, each for up to a second. A host pid that is wrong at this
+#: many checks was written by the process, which counts as tampering.
 CHECKS_WRONG_HOST: Final = 120
 _RELEASED: Final = (
     "a process of {} was killed while HAMi-core started in it, so the container's other processes waited in cuInit; gpumgr has ended "
@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 
 
 class RegionMonitor(Monitor):
-    """`region` may be a text: the reason why the region can't be used. `written`: the limits in it; None: an earlier process of the agent
-    wrote them, and the first repair restores them without a finding."""
+    """`region`: the file, or why it can't be used. `written`: its limits; None: an earlier process of the agent wrote them, so the first
+    repair reports no difference."""
 
     def __init__(
         self,
@@ -50,14 +50,13 @@ class RegionMonitor(Monitor):
         super().__init__("HAMi-core's region", "a new region")
         self._region, self._clock = region, clock
         self._pids = PidMap(pid_in_container_of)
-        #: The limits that the region had after the last repair.
+        #: The limits after the last repair.
         self._written = written
         self._pending: list[Finding] = []
-        #: Host pid -> the number of checks at which the region had another host pid for the process.
+        #: Host pid -> at how many checks the region had another host pid for the process.
         self._wrong_hosts: Counter[int] = Counter()
         self._stuck_since: dict[tuple[int, int], float] = {}
-        #: The number of waiters and the slots while the semaphore `postinit` is held; None while it is free. `_held_since`: since when they
-        #: have not changed.
+        #: While the semaphore `postinit` is held: its waiters and the slots, and since when they have not changed. None while it is free.
         self._held: tuple[object, ...] | None = None
         self._held_since = 0.0
 
@@ -66,12 +65,12 @@ class RegionMonitor(Monitor):
             self._closed = True
             if isinstance(self._region, RegionFile):
                 with suppress(OSError):
-                    if self._region.read().recent_kernel < 0:  # launches wait, and no agent would end the wait
+                    if self._region.read().recent_kernel < 0:  # launches wait, and no agent would release them
                         self._write_recent_kernel(self._region, 0)
                 self._region.close()
 
     def set_recent_kernel(self, word: int) -> None:
-        """Below 0: launches wait, until another word is written."""
+        """Launches wait while the word is below 0."""
         with self._lock:
             if not self._closed and isinstance(self._region, RegionFile):
                 self._write_recent_kernel(self._region, word)
@@ -81,8 +80,7 @@ class RegionMonitor(Monitor):
             region.write(layout.RECENT_KERNEL, struct.pack("<i", word))
 
     def check(self, running: RunningContainer) -> Sequence[Finding]:
-        """Returns the new findings: a lasting problem once, a changed limit each time that `repair` restored it. Changes nothing in the
-        region but its length."""
+        """Returns new findings: a lasting problem once, a changed limit each time that `repair` restored it."""
         with self._lock:
             if self._closed:
                 return ()
@@ -96,8 +94,8 @@ class RegionMonitor(Monitor):
             return (*pending, *new)
 
     def repair(self, running: RunningContainer) -> int | None:
-        """Restores the granted limits, and writes what the library can't find out or repair itself. Returns the word `recent_kernel`, which
-        delays launches while it is below 0; None: the region can't be used."""
+        """Restores the granted limits, and writes what the library can't repair itself. Returns the word `recent_kernel`, which delays
+        launches while it is below 0; None: the region can't be used."""
         with self._lock:
             if self._closed:
                 return None
@@ -119,7 +117,7 @@ class RegionMonitor(Monitor):
             return seen.recent_kernel
 
     def _read(self, running: RunningContainer) -> tuple[RegionFile, RegionView]:
-        """Cuts off what was appended to the region, without waiting for a repair, and reads the rest. Raises OSError."""
+        """Cuts off what was appended, and reads the region. Raises OSError."""
         if isinstance(self._region, str):
             raise OSError(self._region)
         if more := self._region.cut():
@@ -133,8 +131,7 @@ class RegionMonitor(Monitor):
             self._pending.append(self._tampered(tenant, changed))
 
     def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of all differences from the limits that apply now. Empty if these limits can't be determined (see `region.limits`),
-        so that wrong ones are never written."""
+        """The repairs of all differences from the granted limits; none if these can't be determined: wrong ones are never written."""
         try:
             self._written = limits(tenant.gpus)
         except ValueError as error:
@@ -151,14 +148,13 @@ class RegionMonitor(Monitor):
             yield finding(tenant, "tampered", message)
 
     def _unregistered(self, running: RunningContainer, seen: RegionView) -> Iterable[Finding]:
-        """Reports processes that use the GPU and have no slot in the region."""
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
         outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
         yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core")
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
-        """Repairs that depend on which processes run; none while that is unknown."""
+        """Repairs that depend on the running processes; none while these are unknown."""
         if not running.pids:
             return
         hosts_of = self._pids.hosts_of(running.pids)
@@ -178,8 +174,7 @@ class RegionMonitor(Monitor):
             yield repairs.released()
 
     def _host_repairs(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
-        """Returns the repairs that write the right host pids. A slot that must be left alone for now (see `wrong_hosts`) waits for at most
-        CHECKS_WRONG_HOST checks."""
+        """Repairs of host pids. A slot that `wrong_hosts` leaves alone waits for at most CHECKS_WRONG_HOST checks."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1

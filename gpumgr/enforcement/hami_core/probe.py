@@ -1,6 +1,4 @@
-"""Tests whether a library works with the regions that gpumgr makes: a separate process loads the library, which makes a region. Neither a
-GPU nor the driver is needed. Blocks for some 0.1 s: call it on a thread.
-"""
+"""Tests whether a library makes the regions that gpumgr expects, in a separate process, without GPU and driver. Blocks for some 0.1 s."""
 
 import subprocess
 import sys
@@ -12,8 +10,8 @@ from typing import Final
 from gpumgr.enforcement.hami_core.region import FILE_NAME, MEBIBYTE, RegionFile
 from gpumgr.enforcement.operator_library import CheckedLibrary, LibraryError, check
 
-#: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name; a call
-#: of the last one makes the region.
+#: Functions that a library must export to limit allocations and launches, also of programs that look functions up by name. The last one
+#: makes the region.
 EXPORTS: Final = (
     *("dlsym", "cuInit", "cuGetProcAddress", "cuMemAlloc_v2", "cuMemAllocManaged", "cuMemCreate", "cuMemFree_v2"),
     *("cuMemGetInfo_v2", "cuDeviceTotalMem_v2", "cuLaunchKernel", "nvmlInit_v2", "get_current_device_memory_limit"),
@@ -28,7 +26,7 @@ _BUILD: Final = (
 
 
 def refusal(library: CheckedLibrary) -> str | None:
-    """Why this library, which exports EXPORTS, can't be used, and what to do; None if it can. Raises LibraryError if it can't be tried."""
+    """Why this library can't be used, and what to do; None if it can. Raises LibraryError if it can't be tried."""
     try:
         with tempfile.TemporaryDirectory(prefix="gpumgr-probe-") as folder:
             reason = _probe(library.path, Path(folder))
@@ -36,14 +34,14 @@ def refusal(library: CheckedLibrary) -> str | None:
         reason = f"it made no region within {_TIMEOUT_SECONDS:.0f} s"
     except OSError as error:
         raise LibraryError(f"{library.path} can't be tried: {error.filename or _PROGRAM}: {error.strerror or error}") from error
-    check(library.path, library.sha256)  # it may have been replaced in the meantime
+    check(library.path, library.sha256)  # the file may have been replaced
     return reason and f"{library.path} is not usable: {reason}: {_BUILD}"
 
 
 def _probe(path: Path, folder: Path) -> str | None:
-    """Why the library can't be used; None if it can. Raises subprocess.TimeoutExpired, OSError."""
-    # Some builds need a libcuda.so.1, though they call it by dlsym. The library itself takes its place: a real driver could add functions
-    # that the tested library lacks.
+    """Raises subprocess.TimeoutExpired, OSError."""
+    # Some builds need a libcuda.so.1, though they call it by dlsym. The library takes its place, since a real driver could add functions
+    # that the library lacks.
     (folder / "libcuda.so.1").symlink_to(path.absolute())
     environment = {
         "LD_LIBRARY_PATH": str(folder),

@@ -1,8 +1,7 @@
 """A region: the file with limits and use that HAMi-core's library ("the library") and the agent share.
 
-`seed` makes a new region with the granted limits; the library prefers them to the limits in its environment. `decode` reads a region. The
-container may have written any of its bytes, so every value is bounded or left out. Both are pure. The agent never takes the region's locks:
-a container does not see the agent, which would seem a dead holder.
+The container may have written any bytes, so `decode` bounds every value or leaves it out. The agent never takes the region's locks: in the
+container's pid namespace it would seem a dead holder.
 """
 
 import ctypes
@@ -22,29 +21,32 @@ from gpumgr.enforcement.hami_core import layout
 from gpumgr.ledger.gpu_share import SharedGpu
 
 MEBIBYTE: Final = 1 << 20
-#: The library's priority without CUDA_TASK_PRIORITY; 0 is the only higher one.
+#: The library's default priority; 0 is the only higher one.
 PRIORITY: Final = 1
-#: The value of `utilization_switch` with which the library applies the region's core limits.
+#: With this value of `utilization_switch` the library applies the region's core limits.
 SWITCH_ON: Final = 1
-#: The library writes this value into `recent_kernel` at a launch. While that word is below 0, the library delays launches.
+#: The library writes this into `recent_kernel` at a launch. It delays launches while the word is below 0.
 RECENT_KERNEL: Final = 2
-#: The percentage for "no limit", as for a device that the environment does not name.
+#: As for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100
 _NO_MEMORY_LIMIT: Final = 0
-#: glibc's sem_t on 64-bit machines: the value (u32), the number of waiters (u32), and 128 = shared between processes.
+#: glibc's sem_t on 64-bit machines: value (u32), waiters (u32), and 128 = shared between processes.
 _FREE_SEMAPHORE: Final = struct.pack("<QI20x", 1, 128)
 
 
 class RegionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits in a region: bytes (0 = unlimited) and percent (100 = unlimited) for each of 16 devices, the container's GPUs first."""
+    """Bytes (0 = unlimited) and percent (100 = unlimited) for each of 16 devices, the container's GPUs first."""
 
     memory_bytes: tuple[int, ...]
     core_percent: tuple[int, ...]
 
 
 def limits(gpus: Sequence[SharedGpu]) -> RegionLimits:
-    """The limits of a share; its whole GPUs have none. Raises ValueError for more than 16 GPUs, for several GPUs in an unknown order, and
-    for a limit that the library would read as "unlimited" or that its environment can't express."""
+    """The limits of a share; its whole GPUs have none.
+
+    Raises ValueError for more than 16 GPUs, for several GPUs in an unknown order, and for a limit that the library would read as
+    "unlimited" or that its environment can't express.
+    """
     if len(gpus) > layout.DEVICES:
         raise ValueError(f"it shares {len(gpus)} GPUs: at most {layout.DEVICES} are valid")
     if len(gpus) > 1 and (unknown := [gpu.name for gpu in gpus if gpu.bus_id is None]):
@@ -69,7 +71,7 @@ def _check(gpu: SharedGpu) -> None:
 
 
 def seed(wanted: RegionLimits) -> bytes:
-    """All bytes of the file. It has no devices and processes: the library adds them."""
+    """The bytes of a new file. The library prefers its limits to those of the environment, and adds devices and processes."""
     content = bytearray(layout.FILE_BYTES)
     layout.HEAD.pack_into(content, 0, layout.MAGIC, *layout.VERSION)
     for semaphore in (layout.SEM, layout.SEM_POSTINIT):
@@ -81,8 +83,7 @@ def seed(wanted: RegionLimits) -> bytes:
 
 
 class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """One process. `pid`: its id in the container; `hostpid`: its id on the host (0: unknown). `seqlock` is odd while the slot is
-    written."""
+    """One process: its pid in the container and on the host (0: unknown). `seqlock` is odd while the slot is written."""
 
     index: int
     pid: int
@@ -96,15 +97,14 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stuck(self) -> bool:
-        """Whether readers in the container wait until the seqlock is even."""
+        """Readers in the container wait until the seqlock is even."""
         return self.seqlock % 2 == 1
 
 
 class RegionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One region at one time. `slots` has the live and the stuck slots. `postinit`: a semaphore; 0 while a process looks for its host pid.
-    `postinit_waiters`: how many processes wait for it; a killed one may still be counted. `recent_kernel`: above 0 after a launch, below 0
-    while launches must wait. `problem`: a value that the library never writes, so the container wrote it.
-    """
+    """A region at one time. `slots`: the live and the stuck ones. `postinit`: a semaphore, 0 while a process looks for its host pid.
+    `postinit_waiters`: the processes that wait for it, and perhaps killed ones. `recent_kernel`: above 0 after a launch, below 0 while
+    launches must wait. `problem`: a value that only the container can have written."""
 
     limits_bytes: tuple[int, ...]
     core_limits_percent: tuple[int, ...]
@@ -118,7 +118,7 @@ class RegionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode(read: Callable[[int, int], bytes]) -> RegionView:
-    """Decodes a region. `read(offset, count)` returns `count` bytes of it. Raises what `read` raises."""
+    """`read(offset, count)` returns `count` bytes of the region. Raises what `read` raises."""
     header, tail = read(0, layout.PROCS), read(layout.PROC_NUM, layout.SIZEOF - layout.PROC_NUM)
     count = int.from_bytes(tail[:4], "little", signed=True)
     bounded = min(max(count, 0), layout.SLOTS)
@@ -156,17 +156,17 @@ def _slot(index: int, slots: bytes) -> ProcessSlot:
 
 
 FILE_NAME: Final = "region.cache"
-#: futex(2): the number of the system call, and the operation that wakes processes that share the mapping.
+#: futex(2): the system call's number, and the operation that wakes processes that share the mapping.
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAKE: Final = 1
 
 
 class RegionFile(SharedFile):
-    """All users may write the file, since the library ends every CUDA process that can't."""
+    """All users may write it, since the library ends every CUDA process that can't."""
 
     @classmethod
     def create_in(cls, folder: Path, data: bytes) -> Self:
-        """Replaces the file in `folder`, which must exist; the slots, between the header and the tail, are all zero."""
+        """Replaces the file in the folder, which must exist. `data`: from `seed`; its slots are zero."""
         parts = {0: data[: layout.PROCS], layout.PROC_NUM: data[layout.PROC_NUM :]}
         return cls.create(folder / FILE_NAME, layout.FILE_BYTES, parts)
 
@@ -175,13 +175,13 @@ class RegionFile(SharedFile):
         return cls.open(folder / FILE_NAME, layout.FILE_BYTES)
 
     def read(self) -> RegionView:
-        """Reads the header, the tail, and the slots in use. They may have any content."""
+        """Reads the header, the tail and the slots in use."""
         self.check()
         return decode(self.read_at)
 
     def wake(self, semaphore: int) -> None:
-        """Wakes one process that waits for this semaphore; write it first. The file is mapped only because futex needs an address; the
-        mapping is not read."""
+        """Wakes one process that waits for this semaphore; write it first."""
+        # The file is mapped only because futex needs an address; the mapping is not read.
         page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with suppress(OSError, ValueError), mmap.mmap(self.descriptor, layout.SIZEOF - page, offset=page) as mapped:
             word = ctypes.c_uint32.from_buffer(mapped, semaphore - page)

@@ -1,5 +1,7 @@
-"""Controls the arbiter: a native thread that gives the containers of each GPU turns, in which they may run work there. A tenant is a
-container on one GPU. See arbiter.c."""
+"""Controls the arbiter (arbiter.c), a native thread that gives the containers of each GPU turns, in which they may run work there.
+
+A tenant is a container on one GPU.
+"""
 
 import ctypes
 import os
@@ -20,10 +22,9 @@ class _Figures(ctypes.Structure):
 
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant did on one GPU since it was added. `held_ns`: the GPU time that was charged to it. `waited_ns`: the time without a
-    turn in which at least one of its threads waited for one, measured in steps of at most 5 ms. `overruns`: how many of its turns the
-    arbiter ended, and gave to the next tenant, while the tenant's work still ran. `spoiled`: how often its turn page (a file that the
-    arbiter and the container share) was damaged and restored."""
+    """One tenant's figures since it was added. `held_ns`: the GPU time charged to it. `waited_ns`: the time in which a thread of it waited
+    for a turn, in steps of at most 5 ms. `overruns`: turns that the arbiter ended while the tenant's work still ran. `spoiled`:
+    how often its page `turn` was damaged and restored."""
 
     held_ns: int
     waited_ns: int
@@ -32,7 +33,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arbiter:
-    """The arbiter's thread starts with the first tenant. Any thread may call the methods."""
+    """The first tenant starts the thread. Any thread may call the methods."""
 
     def __init__(self, library: Path) -> None:
         """Raises ArbiterError."""
@@ -45,8 +46,8 @@ class Arbiter:
         self._running = self._stopped = False
 
     def add(self, uuid: str, page: int, limits: int, turn: int) -> int:
-        """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the descriptors
-        of the pages, which must stay open until `remove`. Raises ArbiterError."""
+        """Adds a tenant of a GPU and returns its number. `page`: the GPU's index in the tenant's pages. `limits`, `turn`: the pages'
+        descriptors, which must stay open until `remove`. Raises ArbiterError."""
         with self._lock:
             if not self._running and not self._stopped:
                 if code := self._library.gm_arbiter_start():
@@ -71,11 +72,11 @@ class Arbiter:
         )
 
     def still_runs_past_its_turn(self, number: int) -> bool:
-        """Whether the tenant still has work on the GPU from a turn that the arbiter has already ended."""
+        """Whether the tenant still has work on the GPU from a turn that has ended."""
         return bool(self._library.gm_arbiter_overruns(number))
 
     def stop(self) -> None:
-        """Stops the arbiter, which does not start again. 200 ms later the library in each container limits it by itself."""
+        """Stops the arbiter for good. 200 ms later the library in each container limits it by itself."""
         with self._lock:
             self._stopped = True
             if self._running:

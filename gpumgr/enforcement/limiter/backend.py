@@ -1,10 +1,9 @@
-"""Backend "limiter": gpumgr's own library runs in each process of the container; it counts memory before it asks the driver, and holds
+"""Backend "limiter": gpumgr's own library runs in each process of the container. It counts memory before it asks the driver, and holds
 launches until the arbiter gives the container its turn.
 
-The library, an ld.so.preload that loads it, and the pages (small files through which agent, arbiter and library communicate) are mounted in
-the container as single files below /etc. A container that is restarted gets the same copy of the library again, since the kubelet reuses
-the mounts of the first answer. The names of the pages include a version, so an updated agent can serve a container with an older library.
-Without an agent the library limits the container by itself.
+The library, the list that preloads it, and the pages (small files through which agent, arbiter and library communicate) are mounted below
+/etc. The kubelet reuses the mounts of the first answer, so a restarted container gets the same copy of the library. The pages' names have a
+version, so an updated agent can serve an older library. Without an agent the library limits the container by itself.
 """
 
 import asyncio
@@ -34,19 +33,18 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node_use import AllocationOnGpu, TurnUse
 
-#: LIBRARY is for containers, ARBITER for the agent itself.
+#: For containers, and for the agent itself.
 LIBRARY: Final = "libgpumgr.so"
 ARBITER: Final = "libgpumgr-arbiter.so"
-#: Where the library looks for its pages (PLACE in process.c). The library itself is beside them.
+#: Where the library looks for its pages (PLACE in process.c).
 PAGES_IN_CONTAINER: Final = "/etc/gpumgr"
 _LIBRARY_IN_CONTAINER: Final = Path(PAGES_IN_CONTAINER, LIBRARY)
-#: A folder in run_dir, with a folder for each allocation.
+#: A folder in run_dir.
 FOLDER: Final = "limiter"
 
 
 def library_path(name: str) -> Path:
-    """The file of LIBRARY or ARBITER for this machine's architecture, which tools/limiter.py compiles when the package is built. Raises
-    InputError if the package was built without it."""
+    """The file of LIBRARY or ARBITER for this machine, compiled by tools/limiter.py. Raises InputError if the package lacks it."""
     machine = platform.machine()
     path = Path(__file__).with_name("lib") / machine / name
     if not path.is_file():
@@ -59,7 +57,7 @@ def library_path(name: str) -> Path:
 
 class Limiter(PreloadedBackend[PageMonitor]):
     """`contexts` measures the memory of a CUDA context; None: it is not measured. `pid_in_container_of` is called on threads.
-    `find_library` returns the path of a library of this package. `clock` is monotonic, in seconds."""
+    `find_library`: name -> path. `clock`: monotonic, in seconds."""
 
     name: BackendName = "limiter"
 
@@ -78,7 +76,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
         self._identities, self._contexts = Identities(pid_in_container_of), contexts
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
-        #: For each container a lock, so that starts, checks and removals replace its monitor one at a time.
+        #: Starts, checks and removals of a container replace its monitor one at a time.
         self._locks: dict[AllocationId, threading.Lock] = {}
         self._closed = False
         self._context_bytes: dict[str, int] = {}
@@ -97,7 +95,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         await asyncio.to_thread(lambda: (self._library, self._arbiter))
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """Raises Refusal if this package has no library for the machine."""
+        """Raises Refusal if the package has no library for this machine."""
         if kind == "memory":
             return ContainerResponse()
         try:
@@ -120,7 +118,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         )
 
     async def put_limits(self, tenant: GpuShare) -> None:
-        """Installs the library and makes new pages. The container that used the former pages has ended."""
+        """Installs the library and makes new pages. The former container has ended."""
         if self._contexts is not None:
             await asyncio.gather(*(self._measure(self._contexts, gpu.uuid) for gpu in tenant.gpus))
         await asyncio.to_thread(self._start, tenant)
@@ -134,7 +132,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         return {(allocation, gpu): use for allocation, monitor in monitors for gpu, use in monitor.uses().items()}
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:
-        """Adds the containers to the arbiter again; until then the library in each container limits it by itself."""
+        """Adds the containers to the arbiter again."""
         await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
@@ -166,7 +164,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
             self._monitors[tenant.allocation] = self._monitor(files)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
-        """Also restores what a container changed, and reports it."""
+        """Also restores what a container changed."""
         return [
             finding
             for each in running
@@ -183,8 +181,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         return self._locks.setdefault(allocation, threading.Lock())
 
     def _monitor_of(self, allocation: AllocationId) -> PageMonitor | None:
-        """Returns the container's monitor; None while the agent ends. After a restart of the agent it opens the pages that an earlier
-        process of the agent made; pages that could not be opened are tried again."""
+        """The container's monitor; None while the agent ends. After a restart of the agent, opens the pages, also after a failure."""
         with self._lock_of(allocation):
             known = self._monitors.get(allocation)
             if self._closed or (known is not None and known.usable):
@@ -201,7 +198,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
             return f"a file can't be opened: {error.strerror or error}"
 
     def _monitor(self, files: PageFiles | str) -> PageMonitor:
-        """If the arbiter can't take the container, the monitor has the arbiter's reason instead of the files."""
+        """If the arbiter can't take the container, the monitor has the reason instead of the files."""
         try:
             return PageMonitor(files, self._arbiter, self._identities, self._clock)
         except ArbiterError as error:

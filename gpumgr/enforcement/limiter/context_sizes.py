@@ -1,4 +1,4 @@
-"""Measures once how much memory a CUDA context takes on a GPU: a program makes one, and the driver reports what the program uses."""
+"""Measures how much memory a CUDA context takes on a GPU: a program makes one, and the driver reports the program's memory."""
 
 import asyncio
 import os
@@ -14,28 +14,27 @@ from gpumgr.enforcement import cuda_client
 from gpumgr.placement.devices import GpuProcess
 
 _TIMEOUT_SECONDS: Final = 10.0
-#: A failure is tried again after this time.
+#: When a failed measurement is repeated.
 _RETRY_SECONDS: Final = 600.0
 
 log = structlog.get_logger(__name__)
 
 
 class ContextSizes:
-    """`processes` returns the processes of a GPU with their memory (None: not known), and raises NvmlError. `library`: the name or path
-    of libcuda."""
+    """`processes` returns a GPU's processes with their memory (None: not known), or raises NvmlError. `library`: libcuda's name or path."""
 
     def __init__(
         self, processes: Callable[[str], Awaitable[Sequence[GpuProcess] | None]], *, library: str = "libcuda.so.1"
     ) -> None:
         self._processes, self._library = processes, library
         self._sizes: dict[str, int] = {}
-        #: For each GPU: the lock that allows one measurement at a time, and the time at which a failed one is repeated.
+        #: For each GPU a lock (one measurement at a time), and when a failed one is repeated.
         self._measuring: dict[str, asyncio.Lock] = {}
         self._again: dict[str, float] = {}
         self._pids: set[int] = set()
 
     async def of(self, uuid: str) -> int:
-        """The size in bytes; 0 if it can't be measured. Then a new context counts only from the driver's next sample on."""
+        """Bytes; 0 if that can't be measured. Then a new context counts only from the driver's next sample on."""
         loop = asyncio.get_running_loop()
         async with self._measuring.setdefault(uuid, asyncio.Lock()):
             if uuid in self._sizes or loop.time() < self._again.get(uuid, 0.0):

@@ -1,6 +1,7 @@
-"""Monitors the pages of one start of a container, files that it shares with the agent: restores what the container changed, frees the slots
-(records) of ended processes, and writes for the library how many bytes the driver uses beyond the library's count. Blocks: call it on a
-thread.
+"""Monitors the pages of one start of a container (files that it shares with the agent). Blocks.
+
+The monitor restores what the container changed, frees the slots (records) of ended processes, and writes for the library how many bytes the
+driver uses beyond the library's count.
 """
 
 import threading
@@ -23,57 +24,55 @@ from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.node_use import TurnUse
 
-#: A process without a slot is reported after this many checks in a row, since it may have ended after the driver listed it.
+#: A process without a slot may have ended after the driver listed it, so it is reported after this many checks in a row.
 _CHECKS_UNREGISTERED: Final = 2
 #: A process that is missing in this many checks in a row has ended.
 _CHECKS_ENDED: Final = 2
-#: If a container overruns its turns in this many checks in a row, its work counts as work that does not end.
+#: If a container overruns its turns in this many checks in a row, its work is reported.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
-#: The checks of ten seconds, and the check before them.
+#: Ten seconds of checks, and the check before.
 _RECENT_CHECKS: Final = 11
-#: While a container's count of memory changes, this many recent differences to the driver's figure are compared.
+#: How many recent differences to the driver's figure are compared while a container's count of memory changes.
 _DIFFERENCES: Final = 5
 #: A container that was not checked for this long does not run.
 _STALE_SECONDS: Final = 5.0
-#: The most faults that are reported, since a container can claim faults in any number of processes.
+#: A container can claim faults in any number of processes.
 _MOST_FAULTS: Final = 8
 #: Monotonic, in seconds.
 Clock = Callable[[], float]
 
 
 class PageMonitor(Monitor):
-    """`files`: the pages, or the reason why they can't be used.
+    """`files`: the pages, or why they can't be used.
 
-    GPUs are found by their UUID: the pages keep the order that the GPUs had when the container started.
+    The pages keep the order that the GPUs had when the container started, so GPUs are found by their UUID.
     """
 
     def __init__(self, files: PageFiles | str, arbiter: Arbiter, identities: Identities, clock: Clock) -> None:
-        """Owns the files, and adds the container to the arbiter. Raises ArbiterError."""
+        """Takes over the files, and adds the container to the arbiter. Raises ArbiterError."""
         super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        #: Held while the files are being closed, or are used on the event loop. The event loop can't wait for `_lock`, which `check` holds
-        #: for milliseconds.
+        #: Held while the files are closed, or used on the event loop, which can't wait for `_lock`: `check` holds it for milliseconds.
         self._files_lock = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
         self._faults = 0
         self._missing: dict[tuple[int, int], int] = {}
-        #: Pid on the host -> the process; None: it is gone or hidden.
+        #: Host pid -> the process; None: it is gone or hidden.
         self._known: Mapping[int, Identity | None] = {}
         count = len(files.written) if isinstance(files, PageFiles) else 0
-        #: For each GPU: the count at the last check, and the recent differences between the driver's figure and the count.
+        #: For each GPU the count at the last check, and the recent differences of the driver's figure to it.
         self._counted: list[CountedOnGpu | None] = [None] * count
         self._differences = [deque[int](maxlen=_DIFFERENCES) for _ in range(count)]
         self._overruns: dict[int, tuple[int, int]] = {}
         self._spoiled: dict[int, int] = {}
-        #: `_seen`: (slot, pid, GPU) -> the launches at the last check. `_launches`: the sum for each GPU, also of processes that have
-        #: ended.
+        #: (slot, pid, GPU) -> the launches at the last check; for each GPU their sum, with those of ended processes.
         self._seen: dict[tuple[int, int, int], int] = {}
         self._launches = [0] * count
         self._uses: dict[GpuName, TurnUse] = {}
         self._checked_at = 0.0
-        #: For each GPU: the time of recent checks, and the seconds held and waited until then.
+        #: For each GPU (time of a recent check, seconds held until then, seconds waited).
         self._recent = [deque[tuple[float, float, float]](maxlen=_RECENT_CHECKS) for _ in range(count)]
         if isinstance(files, PageFiles):
             try:
@@ -96,13 +95,13 @@ class PageMonitor(Monitor):
         return isinstance(self._files, PageFiles)
 
     def uses(self) -> Mapping[GpuName, TurnUse]:
-        """The use at the last check; without ratios if that check is older than _STALE_SECONDS, since the container may have ended."""
+        """The use at the last check; without ratios if that check is so old that the container may have ended."""
         if self._clock() - self._checked_at < _STALE_SECONDS:
             return self._uses
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
 
     def hold_calls(self, *, hold: bool) -> bool:
-        """Makes the library hold the container's calls, or release them. False: the pages can't be used."""
+        """Makes the library hold the container's CUDA calls, or release them. False: the pages can't be used."""
 
         def write(files: PageFiles) -> bool:
             (files.suspend if hold else files.resume)()
@@ -114,7 +113,7 @@ class PageMonitor(Monitor):
         return self._on_pages(lambda files: files.suspended)
 
     def asks_for_resume(self) -> bool:
-        """Whether a held call asks for the container's resume. The container can write this too."""
+        """Whether a held call asks for the container's resume. The container can forge it."""
         return self._on_pages(lambda files: files.resume_requested)
 
     def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
@@ -123,7 +122,7 @@ class PageMonitor(Monitor):
         return False
 
     def check(self, running: RunningContainer, limits: Sequence[PageLimits]) -> Sequence[Finding]:
-        """Restores what the container changed, and returns the new findings. `limits`: the granted limits, without `uncounted_bytes`."""
+        """Restores what the container changed; returns new findings. `limits`: as granted, without `uncounted_bytes`."""
         with self._lock:
             if self._closed:
                 return ()
@@ -153,16 +152,16 @@ class PageMonitor(Monitor):
         in_turns = files.in_turns()
         self._uses = {name: self._use(page, slots, new=files.new) for page, name in enumerate(ordered)}
         for name, counted in zip(ordered, in_turns, strict=True):
-            if not counted:  # launches need no turn, so the arbiter measures no time of the container
+            if not counted:  # launches need no turn, so the arbiter measures no time
                 self._uses[name] = replace(self._uses[name], held_ratio=None, waited_ratio=None)
         self._checked_at = self._clock()
         yield from self._overrunning(running.tenant)
 
     def _wanted(self, files: PageFiles, running: RunningContainer, limits: Sequence[PageLimits]) -> Iterator[PageLimits]:
-        """The limits to write, in the order of the pages. A GPU that is no longer granted keeps its limits. A context's size that is not
-        known now keeps its former value."""
+        """The limits to write, in the pages' order. A GPU that is not granted, or a context's size that is not known, keeps the former
+        value."""
         granted = {pages.uuid_bytes(limit.uuid): limit for limit in limits}
-        # The count of a suspended container includes the memory that it gets back at its resume; the driver's figure does not.
+        # The count of a suspended container includes the memory that it gets back at its resume, unlike the driver's figure.
         gpus = () if files.suspended else running.tenant.gpus
         used = {pages.uuid_bytes(gpu.uuid): running.memory_bytes.get(gpu.name) for gpu in gpus}
         for page, (before, count) in enumerate(zip(files.written, files.counts(), strict=True)):
@@ -182,9 +181,11 @@ class PageMonitor(Monitor):
             self._spoiled[page] = spoiled
 
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
-        """The bytes that the driver uses for the container beyond the library's count. The driver's figure was taken between the last count
-        and this one, so its differences to these two are computed. A result above the larger difference falls to it at once. The result
-        rises only to the least of the last few smaller differences: otherwise freed memory would count as used."""
+        """The bytes that the driver uses for the container beyond the library's count.
+
+        The driver's figure was taken between the last count and this one, so its differences to both are computed. The result falls at
+        once to the larger difference. It rises only to the least of the recent smaller ones, since freed memory must not count as used.
+        """
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
             return former_bytes
@@ -196,14 +197,12 @@ class PageMonitor(Monitor):
         return max(min(former_bytes, most), min(differences))
 
     def _unregistered(self, running: RunningContainer, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Reports processes that use the GPU without a slot."""
         hosts = {self._known[pid]: pid for pid in running.gpu_pids}
         outside = running.gpu_pids - {_host_pid(slot, hosts) for slot in slots}
         yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Reports processes that the library does not limit (only a few for each start of the container, since the container writes the
-        slots), too many processes, and CUDA functions that the library does not know."""
+        """Reports processes that the library does not limit, too many processes, and CUDA functions that the library does not know."""
         faulty = [slot for slot in slots if slot.fault is not None]
         fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
         if fresh:
@@ -228,7 +227,7 @@ class PageMonitor(Monitor):
             yield finding(tenant, "broken", message)
 
     def _overrunning(self, tenant: GpuShare) -> Iterator[Finding]:
-        """Reports work that does not end: the arbiter passes the container's turns on before the work has ended."""
+        """Reports work that does not end before the arbiter gives the turn to another container."""
         for page, (name, use) in enumerate(self._uses.items()):
             before, checks = self._overruns.get(page, (use.overruns, 0))
             more = use.overruns > before or self._arbiter.still_runs_past_its_turn(self._numbers[page])
@@ -245,14 +244,14 @@ class PageMonitor(Monitor):
         if None in hosts:  # a process has just ended, or is hidden from the agent
             return
         pids = {slot.index: _host_pid(slot, hosts) for slot in slots}
-        # An exec ended the contexts of its process.
+        # An exec ends the contexts of its process.
         executed = {slot.index for slot in slots if self._identities.executed(pids[slot.index], slot.stack)}
         away = [slot for slot in slots if pids[slot.index] is None or slot.index in executed]
         self._missing = {(slot.index, slot.pid): self._missing.get((slot.index, slot.pid), 0) + 1 for slot in away}
         ended = [slot for slot in away if self._missing[slot.index, slot.pid] >= _CHECKS_ENDED]
         if not ended:
             return
-        anywhere = [*self._identities.all()]  # another container of a claim may not be listed yet
+        anywhere = [*self._identities.all()]  # a claim may have another container, which is not listed yet
         for slot in ended:
             if slot.index in executed or not any(_is_of(slot, found) for found in anywhere):
                 files.free(slot)
@@ -262,7 +261,7 @@ class PageMonitor(Monitor):
         for slot in slots:
             on_gpu = slot.gpus[page]
             key = slot.index, slot.pid, page
-            # The first check after a start of the agent adds nothing: the former agent counted these launches.
+            # A former agent counted the launches before the first check of this one.
             launches = self._seen.get(key, 0 if new or self._recent[page] else on_gpu.launches)
             self._launches[page] += max(0, on_gpu.launches - launches)
             self._seen[key] = on_gpu.launches
@@ -286,7 +285,7 @@ class PageMonitor(Monitor):
 
 
 def _host_pid(slot: Slot, hosts: Mapping[Identity | None, int]) -> int | None:
-    """The pid on the host of the slot's process; None: it is not among `hosts`."""
+    """The host pid of the slot's process; None: not among `hosts`."""
     if slot.namespace:
         return hosts.get(Identity(slot.namespace, slot.pid))
     return next((pid for found, pid in hosts.items() if _is_of(slot, found)), None)

@@ -9,7 +9,7 @@ from gpumgr.enforcement.container_files import FOR_ALL, SharedFile
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
 
-#: The limits are read-only in the container; its processes run as any user.
+#: The limits are read-only in the container, and its processes run as any user.
 _MODES: Final = {"limits": 0o644, "use": FOR_ALL, "turn": FOR_ALL}
 
 
@@ -18,11 +18,11 @@ def page_path(folder: Path, page: str) -> Path:
 
 
 class PageFiles:
-    """The open pages of one start of a container. `written`: the limits in them, in the pages' order of GPUs. `new`: this process of the
-    agent made them. For one thread at a time. All methods raise OSError, also if the container has damaged a file; the text says how."""
+    """The open pages of one start of a container, for one thread at a time. `written`: the limits in them, in the pages' order. `new`: this
+    process made them. All methods raise OSError, also if the container has damaged a file; the text says how."""
 
     def __init__(self, files: dict[str, SharedFile], *, new: bool) -> None:
-        """Owns the files. Raises OSError if the limits can't be read."""
+        """Takes over the files."""
         self.limits, self.use, self.turn = (files[page] for page in pages.SIZES)
         self._files, self.new = files, new
         try:
@@ -32,7 +32,7 @@ class PageFiles:
 
     @classmethod
     def create(cls, folder: Path, limits: Sequence[PageLimits]) -> Self:
-        """Replaces the files in the folder. Raises ValueError as `encode_limits` does."""
+        """Replaces the files in the folder. Also raises ValueError as `encode_limits` does."""
         heads = {"limits": pages.encode_limits(limits), "use": pages.HEAD, "turn": pages.HEAD}
 
         def make(page: str, size_bytes: int) -> SharedFile:
@@ -57,12 +57,11 @@ class PageFiles:
         return made
 
     def close(self) -> None:
-        """Closes the files. Further calls do nothing."""
         for file in self._files.values():
             file.close()
 
     def mend(self) -> Iterator[str]:
-        """Restores the size and the head of the pages `limits` and `use`; yields what was wrong. The arbiter restores the page `turn`."""
+        """Restores size and head of `limits` and `use`, and yields what was wrong. The arbiter restores `turn`."""
         for page, file in (("limits", self.limits), ("use", self.use)):
             if less := file.extend():
                 yield f"{less} bytes of the page {page!r} were cut off"
@@ -74,7 +73,7 @@ class PageFiles:
                 yield f"the head of the page {page!r} was changed"
 
     def put_limits(self, wanted: Sequence[PageLimits]) -> list[str]:
-        """Writes the limits that differ; returns their names."""
+        """Writes the limits that differ, and returns their names."""
         words = pages.limits_words(self.limits.read_at(0, self.limits.size_bytes), wanted)
         for _, offset, data in words:
             self.limits.write(offset, data)
@@ -99,12 +98,12 @@ class PageFiles:
         self.limits.write(*pages.suspend_word(suspended=True))
 
     def resume(self) -> None:
-        """Lets calls continue. Call it after the driver has unlocked all processes of the container."""
+        """Lets calls continue. The driver must have unlocked all processes of the container."""
         self.limits.write(*pages.suspend_word(suspended=False))
 
     @property
     def resume_requested(self) -> bool:
-        """Whether a call has waited since `suspend`. The container can write this too."""
+        """Whether a call has waited since `suspend`. The container can forge it."""
         return pages.decode_resume_requested(self.use.read_at(0, pages.USE_HEAD_BYTES))
 
     def slots(self) -> Sequence[Slot]:
@@ -113,10 +112,10 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot of an ended process. The library subtracts the process's memory when a reservation would otherwise fail."""
+        """Frees the slot of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
         now = pages.decode_slots(self.use.read_at(at, pages.slot_offset(1) - pages.slot_offset(0)), 0)
-        if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # another process has taken it, or this one anew
+        if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # the slot was taken anew
             return
         self.use.write(at, pages.HALF_FREED)  # no other process takes the slot until it is empty
         for gpu in range(len(self.written)):

@@ -1,7 +1,7 @@
-"""The content of a container's pages (files that it shares with the agent) as values; the layout is that of pages.h. Pure.
+"""The content of a container's pages (files that it shares with the agent) as values, in the layout of pages.h. Pure.
 
-Agent and arbiter write `limits`. The container can write `use` (a slot for each process) and `turn` (by which the arbiter, a thread of the
-agent, gives containers turns to run kernels): their bytes can be anything, so limits are never read from there.
+Agent and arbiter write `limits`. The container can write any bytes into `use` (a slot for each process) and `turn` (by which the arbiter
+gives containers turns to run kernels), so limits are never read from there.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-#: Also a part of the files' names: a container that restarts after an update of the agent gets pages of its library's version.
+#: Part of the files' names, so that a container that restarts after an update of the agent gets pages of its library's version.
 VERSION: Final = 1
 MAGIC: Final = 0x4D475047
 GPUS: Final = 16
@@ -90,7 +90,7 @@ class _UseHead(ctypes.LittleEndianStructure):
 
 
 _HEAD_BYTES: Final = 64
-#: `turn` has for each GPU a head of this size, followed by one 32-bit word for each slot.
+#: `turn` has for each GPU a head of this size and one 32-bit word for each slot.
 _TURN_GPU_HEAD_BYTES: Final = 64
 _TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
 _SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)
@@ -100,14 +100,13 @@ SIZES: Final = {
     "use": USE_HEAD_BYTES + SLOTS * _SLOT_BYTES,
     "turn": _HEAD_BYTES + GPUS * _TURN_GPU_BYTES,
 }
-#: What each page begins with.
 HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
 
 
 class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on one GPU. `memory_bytes` and `share_percent`: 0 is no limit. `ceiling_percent`: the cores that the container may use
-    while other containers are idle. `quantum_microseconds`: the length of a turn. `context_bytes`: the memory that a context takes there;
-    0: not known. `uncounted_bytes`: what the driver uses for the container beyond the library's count."""
+    """The limits on one GPU. `memory_bytes`, `share_percent`: 0 is no limit. `ceiling_percent`: the cores while other containers are idle.
+    `quantum_microseconds`: the length of a turn. `context_bytes`: the memory of a context there; 0: not known. `uncounted_bytes`: what the
+    driver uses for the container beyond the library's count."""
 
     uuid: str
     memory_bytes: int
@@ -119,8 +118,8 @@ class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has on one GPU. `bytes_by_kind` is in the order of KINDS. `unknown`: how often the process got a version of a CUDA
-    function that the library neither knows nor limits, counted on the first GPU for all GPUs."""
+    """What one process has on one GPU. `bytes_by_kind`: in the order of KINDS. `unknown`: how often the process got a version of a CUDA
+    function that the library does not limit; counted on the first GPU for all."""
 
     bytes_by_kind: tuple[int, ...]
     launches: int
@@ -128,8 +127,8 @@ class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One process. `pid` is its pid in its own pid namespace, `namespace` the inode of that namespace (0: not known). `stack`: where its
-    first stack began when it took the slot, 0: not known. `fault`: why the library no longer limits the process; None: it does."""
+    """One process: its `pid` in its pid namespace, and the `namespace`'s inode (0: not known). `stack`: where its first stack began when it
+    took the slot, 0: not known. `fault`: why the library does not limit the process; None: it does."""
 
     index: int
     pid: int
@@ -140,7 +139,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountedOnGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What the library has counted for the container on one GPU. `changes` counts the changes of `reserved_bytes`."""
+    """The library's count for the container on one GPU. `changes`: how often `reserved_bytes` changed."""
 
     reserved_bytes: int
     refused: int
@@ -148,7 +147,7 @@ class CountedOnGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_limits(gpus: Sequence[PageLimits]) -> bytes:
-    """A new page. Raises ValueError for more GPUs than a page can have, and for a text that is not a UUID."""
+    """A new page. Raises ValueError for too many GPUs, and for a text that is not a UUID."""
     if len(gpus) > GPUS:
         raise ValueError(f"the limiter serves at most {GPUS} GPUs in one container, and this one has {len(gpus)}")
     page = _Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
@@ -179,14 +178,14 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 
 
 def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn. They need none if the container's cores are not limited there, or if the arbiter has set
-    `passes`: the container is alone on the GPU and its ceiling is 100."""
+    """For each GPU, whether launches need a turn: not without a limit of cores, nor if the arbiter has set `passes`, since the container is
+    alone on the GPU and its ceiling is 100."""
     found = _Limits.from_buffer_copy(page)
     return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
 
 
 def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
-    """The words of `page` that differ from these limits: (name, offset, the bytes to write)."""
+    """The words of `page` that differ from these limits: (name, offset, bytes to write)."""
     found = _Limits.from_buffer_copy(page)
     words = [
         (name, getattr(_Limits, name), value, getattr(found, name))
@@ -206,23 +205,21 @@ def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, i
 
 
 def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
-    """The offset in `limits` and the bytes to write there. `suspended`: the container's CUDA calls wait before they enter the driver; else
-    they continue."""
+    """The offset in `limits`, and the bytes that make CUDA calls wait before they enter the driver, or continue."""
     return _Limits.suspend.offset, int(suspended).to_bytes(4, "little")
 
 
 def decode_suspended(page: bytes) -> bool:
-    """Whether calls wait. `page`: the content of `limits`."""
     return bool(_Limits.from_buffer_copy(page).suspend)
 
 
 def resume_requests_word() -> tuple[int, bytes]:
-    """The offset in `use` and the bytes that clear the requests."""
+    """The offset in `use`, and the bytes that clear the requests."""
     return _UseHead.resume_requests.offset, bytes(4)
 
 
 def decode_resume_requested(head: bytes) -> bool:
-    """Whether a thread has waited for the resume since the last suspension began; `head` as for `decode_counts`."""
+    """Whether a call has waited since the last suspension began; `head` as for `decode_counts`."""
     return bool(_UseHead.from_buffer_copy(head).resume_requests)
 
 
@@ -235,7 +232,6 @@ def decode_counts(head: bytes, gpus: int) -> tuple[CountedOnGpu, ...]:
 
 
 def slots_in_use(head: bytes) -> int:
-    """How many slots may be in use; `head` as for `decode_counts`."""
     return min(int(_UseHead.from_buffer_copy(head).slots), SLOTS)
 
 
@@ -244,12 +240,12 @@ def slot_offset(index: int) -> int:
 
 
 def word_offset(gpu: int, slot: int) -> int:
-    """The offset in `turn` of a process's word on one GPU."""
+    """The offset in `turn` of a process's word for one GPU."""
     return _HEAD_BYTES + gpu * _TURN_GPU_BYTES + _TURN_GPU_HEAD_BYTES + 4 * slot
 
 
 def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
-    """The slots that have a process. `data`: the bytes of `use` from slot_offset(0) on."""
+    """The slots with a process. `data`: the bytes of `use` from slot_offset(0) on."""
     slots = []
     for index in range(len(data) // _SLOT_BYTES):
         if not any(data[index * _SLOT_BYTES : index * _SLOT_BYTES + 4]):
@@ -260,7 +256,7 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        stack = slot.gpu[0].stack if slot.state else 0  # without a state: `pid` empties the slot of another process
+        stack = slot.gpu[0].stack if slot.state else 0  # without a state, `pid` is emptying the slot of another process
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=stack, fault=fault, gpus=on_gpus))
     return tuple(slots)
 
@@ -282,7 +278,7 @@ def _words(gpu: PageLimits) -> Sequence[tuple[str, int]]:
 
 
 def uuid_bytes(text: str) -> bytes:
-    """The bytes that cuDeviceGetUuid returns for this UUID. Raises ValueError."""
+    """The UUID's bytes as from cuDeviceGetUuid. Raises ValueError."""
     return uuid.UUID(text.removeprefix("GPU-").removeprefix("MIG-")).bytes
 
 
