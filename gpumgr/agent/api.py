@@ -49,7 +49,7 @@ def decode_cordons(notes: Mapping[str, str]) -> dict[str, Cordon]:
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not
     list the GPU. `limits_excess_bytes`: by how much the memory limits of its containers, without suspended ones, exceed its memory;
-    0 if no limit is above what the ledger counts."""
+    0: they do not."""
 
     uuid: str
     name: str
