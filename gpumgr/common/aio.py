@@ -1,11 +1,7 @@
-"""Concurrency helpers: a value with many readers, work that survives the cancellation of its caller, daemons, calls that may hang.
+"""Concurrency helpers of the event loop: a value with many readers, work that survives the cancellation of its caller, daemons, calls that
+may hang.
 
-Invariants:
-* A reader of `LatestValue` gets the newest value, perhaps not every value, and never delays the writer.
-* A state change that has begun is finished even if its caller is cancelled (`run_shielded`).
-* A daemon is a coroutine that runs until it is cancelled. If it returns, that is a bug: `forever` raises an error.
-* A bug in a daemon that only reports something does not end the process: it is logged, and the daemon is restarted (`persistently`,
-  `BugLog`).
+A daemon is a coroutine that runs until it is cancelled.
 """
 
 import asyncio
@@ -23,12 +19,12 @@ T = TypeVar("T")
 
 #: `sliced` lets other tasks run each time this has passed.
 SLICE_SECONDS = 0.005
-#: A repeated bug is logged at most this often.
+#: The pace of `LogPace`.
 LOG_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 2.0
 
 _log = structlog.get_logger(__name__)
-#: The shielded tasks. The references keep them alive: the event loop itself has only weak references to its tasks.
+#: The event loop has only weak references to its tasks, so these references keep the shielded ones alive.
 _shielded: set[asyncio.Task[Any]] = set()
 
 
@@ -49,8 +45,8 @@ async def in_slices(steps: Iterable[object]) -> None:
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something, for any number of readers. `set` never blocks, and does nothing if the value is equal to the current
-    one."""
+    """The newest value of something, for any number of readers. A reader may miss a value that was replaced soon, and never delays the
+    writer. `set` does nothing if the value is equal to the current one."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -72,13 +68,13 @@ class LatestValue(Generic[T]):
             subscription._wake.set()
 
     def end_readers(self) -> None:
-        """Closes all subscriptions; new ones may be made afterwards."""
+        """Closes all subscriptions. New ones may be made afterwards."""
         for subscription in self._subscriptions:
             subscription.close()
 
     @contextmanager
     def subscribe(self) -> "Iterator[Subscription[T]]":
-        """A reader, to be used as `with latest.subscribe() as values: async for value in values`."""
+        """Makes a reader: `with latest.subscribe() as values: async for value in values`."""
         subscription = Subscription(self)
         self._subscriptions.add(subscription)
         try:
@@ -88,7 +84,7 @@ class LatestValue(Generic[T]):
 
 
 class Subscription(Generic[T]):
-    """Yields the current value, then the newest one after each change, until another task calls `close`."""
+    """Yields the current value, then the newest one after each change, until `close`."""
 
     def __init__(self, source: LatestValue[T]) -> None:
         self._source = source
@@ -112,9 +108,9 @@ class Subscription(Generic[T]):
 
 
 def next_tick(period_seconds: float, after: float) -> float:
-    """Returns the first multiple of the period after `after`, a time of the event loop's clock in seconds.
+    """Returns the first multiple of the period after `after`, in seconds of the event loop's clock.
 
-    Daemons wait for such times, so that timers of the same period are due together and wake the process once.
+    Daemons wait for such times, so that timers with the same period wake the process once.
     """
     return after - after % period_seconds + period_seconds
 
@@ -126,16 +122,16 @@ def until_tick(period_seconds: float) -> float:
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
-    """Waits until the event is set, or until the time has passed (None: there is no limit)."""
+    """Waits until the event is set or the time has passed (None: no limit)."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 class DaemonCalls:
-    """Runs blocking calls that may never return, such as calls of a network file system: one at a time, on one daemon thread.
+    """Runs blocking calls that may never return, such as calls of a network file system, one at a time on one daemon thread.
 
-    Unlike with `asyncio.to_thread`, a call that hangs does not delay the end of the process, and occupies no thread that other calls need.
+    Unlike with `asyncio.to_thread`, a call that hangs does not delay the end of the process and takes no thread of a pool.
     """
 
     def __init__(self, name: str) -> None:
@@ -144,8 +140,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`; at once if an earlier call has
-        not returned, or if no thread can be started."""
+        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`, and at once if an earlier call
+        has not returned or no thread can be started."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -153,13 +149,13 @@ class DaemonCalls:
 
         def end(settle: Callable[[], None]) -> None:
             self._busy = False
-            if not answer.done():  # the caller has not been cancelled
+            if not answer.done():  # the caller may have been cancelled
                 settle()
 
         def run() -> None:
             try:
                 result = work()
-            except BaseException as error:  # every error goes to the caller
+            except BaseException as error:
                 settle = partial(answer.set_exception, error)
             else:
                 settle = partial(answer.set_result, result)
@@ -185,7 +181,7 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
 
 
 async def kill_program(program: asyncio.subprocess.Process) -> None:
-    """Kills the program unless it has ended, and waits at most 2 s for its end: a program that waits for a lost GPU does not end."""
+    """Kills the program unless it has ended. Waits at most 2 s for its end, because a program that waits for a lost GPU does not end."""
     with suppress(ProcessLookupError, TimeoutError):
         program.kill()
         async with asyncio.timeout(_KILL_SECONDS):
@@ -193,8 +189,7 @@ async def kill_program(program: asyncio.subprocess.Process) -> None:
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
-    """Runs `work` and `end` until one of them is done, and cancels the other. Returns the future of `work`, which has ended or was
-    cancelled."""
+    """Runs `work` and `end` until one of them is done, and cancels the other. Returns the future of `work`, which is done."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,9 +201,9 @@ async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Futur
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
-    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work continues to its end.
+    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work continues, and its error is logged.
 
-    If the work then fails, the error is logged. `finish_shielded` waits at shutdown for the work that still runs.
+    `finish_shielded` waits at shutdown for work that still runs.
     """
     task = asyncio.create_task(work, name=name)
     _shielded.add(task)
@@ -226,7 +221,7 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
 
 
 async def finish_shielded(timeout_seconds: float) -> bool:
-    """Waits until all shielded work of this event loop has ended. False: some still runs after `timeout_seconds`."""
+    """Waits until all shielded work of this event loop has ended. Returns False if some still runs after `timeout_seconds`."""
     loop = asyncio.get_running_loop()
     running = {task for task in _shielded if task.get_loop() is loop and task is not asyncio.current_task()}
     if not running:
@@ -236,7 +231,7 @@ async def finish_shielded(timeout_seconds: float) -> bool:
 
 
 class DaemonExitedError(RuntimeError):
-    """A daemon returned although it should run until it is cancelled, which is a bug."""
+    """A daemon returned, which is a bug."""
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
@@ -246,7 +241,7 @@ async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
 
 
 class LogPace:
-    """Decides whether a failure that repeats is logged: at most once in LOG_SECONDS. `clock` is monotonic, in seconds."""
+    """Limits the log of a failure that repeats to once in LOG_SECONDS. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._logged_at = clock, float("-inf")
@@ -260,7 +255,7 @@ class LogPace:
 
 
 class BugLog:
-    """Logs bugs that do not end a daemon, with the traceback, at the pace of LogPace. `clock` is monotonic, in seconds."""
+    """Logs bugs that do not end a daemon, with the traceback, at the pace of LogPace."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._pace, self._number = name, LogPace(clock), 0
@@ -277,7 +272,7 @@ async def persistently(
     *,
     pause_seconds: float = 1.0,
 ) -> NoReturn:
-    """Runs a daemon without which the process can work for a while: `pause_seconds` after an error or a return, `work` is called again.
+    """Runs a daemon that the process can miss for a while: `pause_seconds` after an error or a return, `work` is called again.
 
     Errors are logged as bugs (`BugLog`).
     """
@@ -293,9 +288,9 @@ async def persistently(
         await asyncio.sleep(pause_seconds)
 
 
-#: `yielding_gil` releases the GIL after this time.
+#: How often `yielding_gil` releases the GIL.
 _WORK_SECONDS: Final = 500e-6
-#: It then sleeps for this time, which is enough for a waiting event loop to run.
+#: How long it then sleeps: enough for a waiting event loop to run.
 _RELEASE_SECONDS: Final = 50e-6
 
 
@@ -306,7 +301,7 @@ async def report_event_loop_lag(
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Calls `report` once per period with the number of seconds by which a timer of the event loop was late. Runs until it is cancelled."""
+    """Calls `report` once per period with the seconds by which a timer of the event loop was late. Runs until it is cancelled."""
     while True:
         now = clock()
         due = next_tick(period_seconds, now)
@@ -315,8 +310,7 @@ async def report_event_loop_lag(
 
 
 def yielding_gil(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items. After each 0.5 ms the iterator sleeps, which releases the GIL: a thread that only computes keeps the GIL for 5 ms
-    at a time."""
+    """Yields the items and releases the GIL every 0.5 ms. A thread that only computes would keep the GIL for 5 ms at a time."""
     since = time.perf_counter()
     for item in items:
         yield item

@@ -1,4 +1,4 @@
-"""Compiles gpumgr's C programs and libraries with the compiler of this machine, once, and keeps the results."""
+"""Compiles gpumgr's C programs and libraries on this machine, once, and keeps the results."""
 
 import hashlib
 import os
@@ -17,11 +17,11 @@ _TIMEOUT_SECONDS: Final = 120
 def compiled(
     source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
 ) -> Path:
-    """Compiles `source` with `cc` (or $CC) and `flags`. Returns the result's path in `folder` (made if missing); its name has the hash of
-    the inputs, and all users may read and execute it.
+    """Compiles `source` with $CC (default `cc`) and `flags` unless `folder` has the result. Returns its path, which contains a hash of the
+    inputs. All users may execute the result.
 
     Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
-    written. For the error's message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
+    written. For the message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
     """
     compiler = os.environ.get("CC", "cc").split()
     key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]

@@ -1,5 +1,4 @@
-"""Reads ELF files: the facts that decide which driver files are copied for containers, and the symbols that a library exports. Every
-offset and count is checked.
+"""Reads ELF files: machine, SONAME, NEEDED, and exported symbols. Every offset and count is checked.
 
 Source: System V ABI, chapters 4 and 5.
 """
@@ -14,10 +13,10 @@ import msgspec
 
 from gpumgr.common.errors import GpumgrError
 
-#: (offset, count) -> exactly `count` bytes; raises ElfError if the file is shorter.
+#: (offset, count) -> exactly `count` bytes. Raises ElfError if the file is shorter.
 Read = Callable[[int, int], bytes]
 
-#: A library, or a program that is loaded at any address.
+#: A shared library, or a position-independent program.
 ET_DYN: Final = 3
 
 _MAGIC: Final = b"\x7fELF"
@@ -29,7 +28,7 @@ _SHT_DYNSYM = 11
 _MAX_ENTRIES: Final = 4096
 _MAX_PART_BYTES: Final = 1 << 20
 _MAX_NAME_BYTES: Final = 4096
-#: The name of the machine in `uname -m` -> `Elf.machine` of its programs.
+#: The machine as `uname -m` prints it -> `Elf.machine`.
 KERNEL_NAMES: Final = {"x86_64": "x86-64", "aarch64": "aarch64"}
 _MACHINES: Final = {
     (62, 64): "x86-64",
@@ -54,7 +53,7 @@ class Table(NamedTuple):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """`bits` is 32 or 64, `order` is "<" (little-endian) or ">". `kind`: ET_DYN, or the number of another type of file."""
+    """`bits` is 32 or 64, `order` is "<" (little-endian) or ">". `kind` is ET_DYN or another file type of ELF."""
 
     bits: int
     order: str
@@ -78,7 +77,7 @@ class _Segment(NamedTuple):
 
 
 def read_elf(path: Path) -> Elf:
-    """Raises ElfError for everything that is not a well-formed program or library, also if the file can't be read."""
+    """Raises ElfError if the file can't be read, or is not a well-formed program or library."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -90,13 +89,12 @@ def read_elf(path: Path) -> Elf:
 
 
 def read_header(descriptor: int) -> Header:
-    """Raises ElfError for everything that is not an ELF file, and OSError."""
+    """Raises ElfError if the file is not an ELF file, and OSError."""
     return _header(_reader(descriptor))
 
 
 def read_exports(descriptor: int) -> frozenset[str]:
-    """The names of the dynamic symbols that the file defines for others; empty if the file has no section headers. Raises ElfError,
-    OSError."""
+    """The dynamic symbols that the file defines for others; empty if the file has no section headers. Raises ElfError, OSError."""
     read = _reader(descriptor)
     header = _header(read)
     wide, order = header.bits == 64, header.order
@@ -166,7 +164,6 @@ def _unpack(layout: struct.Struct, read: Read, offset: int) -> tuple[int, ...]:
 
 
 def _entries(table: Table, layout: struct.Struct, what: str) -> range:
-    """The offsets of a table's entries."""
     if table.entries > _MAX_ENTRIES or (table.entries and table.entry_bytes < layout.size):
         raise ElfError(f"has an invalid {what} header")
     return range(table.offset, table.offset + table.entries * table.entry_bytes, table.entry_bytes or 1)
@@ -177,7 +174,7 @@ def _segments(read: Read, header: Header) -> Iterator[_Segment]:
     layout = struct.Struct(f"{header.order}IIQQQQ" if wide else f"{header.order}IIIIII")
     for at in _entries(header.segments, layout, "program"):
         values = _unpack(layout, read, at)
-        # 64 bits: type, flags, offset, address, physical address, size in the file; 32 bits: the flags come later.
+        # Fields with 64 bits: type, flags, offset, address, physical address, size in the file. With 32 bits the flags are later.
         kind, offset, address, size = (values[0], *values[2:4], values[5]) if wide else (*values[:3], values[4])
         yield _Segment(kind, offset, address, size)
 
@@ -213,7 +210,6 @@ def _part(read: Read, offset: int, size: int) -> bytes:
 
 
 def _offset_of(address: int, segments: list[_Segment]) -> int:
-    """The offset in the file of a memory address."""
     for segment in segments:
         if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
             return segment.offset + address - segment.address

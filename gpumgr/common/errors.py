@@ -1,4 +1,4 @@
-"""The errors that several parts of gpumgr raise on purpose. A part's own errors are derived from them and are in its module.
+"""The errors that several parts of gpumgr raise on purpose. A part's own errors are derived from them, in its module.
 
 GpumgrError
 ├── Refusal
@@ -27,8 +27,7 @@ class GpumgrError(Exception):
 
 
 class Refusal(GpumgrError):
-    """A request that must not be granted. `code` is one of few labels, for metrics; `str()` is a sentence, which `kubectl describe pod`
-    shows."""
+    """A request that must not be granted. `code` is a label of metrics. `str()` is a sentence that `kubectl describe pod` shows."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -36,7 +35,7 @@ class Refusal(GpumgrError):
 
 
 class InputError(GpumgrError):
-    """Something that a person wrote can't be used, or is missing. The message names the problem, its place, and the remedy."""
+    """Something that a person wrote can't be used, or is missing. The message says what is wrong, where, and what to do."""
 
 
 class SettingsError(InputError):
@@ -44,19 +43,19 @@ class SettingsError(InputError):
 
 
 class NvmlError(GpumgrError):
-    """The driver's library gave an error or no answer in time."""
+    """NVML returned an error, or did not answer in time."""
 
 
 class NvmlAbsent(NvmlError):
-    """The driver or its library is not there (it may be installed later)."""
+    """The driver or its library is absent; it may be installed later."""
 
 
 class MpsError(GpumgrError):
-    """NVIDIA's MPS control program, or something that it needs, failed. The text says what failed, where, and what to do."""
+    """NVIDIA's MPS control program, or something that it needs, failed. The message says what failed, where, and what to do."""
 
 
 class MpsTransientError(MpsError):
-    """The control program hung, or the system could not run it. The next attempt may succeed."""
+    """The control program hung, or the system could not run it. A retry may succeed."""
 
 
 class MpsTimeoutError(MpsTransientError):
@@ -64,7 +63,7 @@ class MpsTimeoutError(MpsTransientError):
 
 
 class DriverFilesError(GpumgrError):
-    """The copy of the driver's files for containers can't be made or kept. The text says where and what to do."""
+    """The copy of the driver's files for containers can't be made or kept. The message says where and what to do."""
 
 
 class CheckpointError(GpumgrError):
@@ -72,7 +71,7 @@ class CheckpointError(GpumgrError):
 
 
 class LedgerError(CheckpointError):
-    """A change would break an invariant of the ledger (a bug). It is neither written nor applied."""
+    """A change would break an invariant of the ledger, which is a bug. It is neither written nor applied."""
 
 
 class KubeletError(GpumgrError):
@@ -80,7 +79,7 @@ class KubeletError(GpumgrError):
 
 
 class AlreadyRunning(GpumgrError):
-    """Another gpumgr agent runs on this node. `pid` is its process id, if it is known."""
+    """Another gpumgr agent runs on this node, in the process `pid` if that is known."""
 
     def __init__(self, message: str, *, pid: str | None = None) -> None:
         super().__init__(message)

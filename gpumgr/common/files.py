@@ -1,4 +1,4 @@
-"""Files on disk: replaced atomically and durably, and compared without reading them."""
+"""Replaces files atomically and durably, and compares them without reading them."""
 
 import errno
 import os
@@ -10,8 +10,10 @@ from typing import NamedTuple, Self
 
 
 class FileIdentity(NamedTuple):
-    """Identifies one content of a file: a file that was replaced or written to has another identity, even if it has the same inode number.
-    The inode's change time is not used, since a hard link or a chmod also changes it."""
+    """Identifies one content of a file: it changes when the file is replaced or written to.
+
+    The inode's change time is not used, because a hard link or a chmod also changes it.
+    """
 
     device: int
     inode: int
@@ -24,7 +26,7 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """The identity of the file that `path` names or links to; None if it can't be examined."""
+        """The identity of the file at `path`, with links followed; None if it can't be examined."""
         try:
             return cls.of(os.stat(path))
         except OSError:
@@ -32,23 +34,23 @@ class FileIdentity(NamedTuple):
 
 
 def replace_file(path: Path, content: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Puts `content` (text as UTF-8) at `path`, see `replacing`. Raises OSError."""
+    """Writes `content` (text as UTF-8) to `path`, see `replacing`. Raises OSError."""
     with replacing(path, mode=mode, durable=durable) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[int]:
-    """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error.
+    """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error. If the body
+    raises, `path` stays as it was.
 
-    A reader sees the complete old file or the complete new one. The file belongs to the user of this process and has `mode`, independent of
-    the umask. `durable`: content and name are on the disk when the context ends, also after a power loss. If it is False, the file survives
-    only a crash of the process, which is enough on a tmpfs and for files that are written again after a boot.
+    The file has exactly `mode`; the umask is not applied. With `durable`, content and name also survive a power loss. Without it they
+    survive only a crash of the process, which is enough on a tmpfs.
 
-    If the body raises, `path` stays as it was and the new file is removed. Only one writer may replace a path at a time. Raises OSError.
+    Only one writer may replace a path at a time. Raises OSError.
     """
     new = temporary_of(path)
-    with suppress(FileNotFoundError):  # a killed process may have left the file, and O_EXCL refuses a file or link that exists
+    with suppress(FileNotFoundError):  # a killed process may have left it, and O_EXCL refuses an existing file
         new.unlink()
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -69,7 +71,7 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The content of a file. Raises OSError, also if the file is not regular or has more than `most_bytes`; opening a FIFO does not
+    """The content of a file. Raises OSError, also if the file is not regular or has more than `most_bytes`. Opening a FIFO does not
     block."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -85,7 +87,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if the folder does not exist. Raises OSError."""
+    """The names in a folder; none if it does not exist. Raises OSError."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -93,7 +95,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def temporary_of(path: Path) -> Path:
-    """The file that `replacing` writes to. If the process is killed while it writes, the file remains until the next replacement."""
+    """The file that `replacing` writes to. After a kill it remains until the next replacement."""
     return path.with_name(f".{path.name}.new")
 
 

@@ -1,7 +1,7 @@
-"""Decodes JSON and YAML that other programs wrote, and turns all errors of the decoders into one error.
+"""Decodes JSON and YAML of other programs.
 
-For every text (nested without end, not UTF-8, of another structure) the result is a value or `UnreadableText`. If a JSON object has a key
-twice, the last value counts, as in Go.
+For any text, however deeply nested or broken, the result is a value or UnreadableText. If a JSON object has a key twice, the last value
+counts, as in Go.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ import yaml
 
 T = TypeVar("T")
 
-#: No object of Kubernetes that gpumgr reads is nested nearly as deep; the decoders reach about a thousand levels.
+#: No Kubernetes object that gpumgr reads is nested nearly as deep. The decoders reach about a thousand levels.
 MAX_DEPTH: Final = 100
-#: Messages are cut to this length: they reach logs, events and refusals, and a decoder may quote a key of any length.
+#: A message may quote a key of any length, and reaches logs, events and refusals.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: A string or a bracket. A string without an end reaches to the end of the text, and no part is tried twice, so the time is linear in the
-#: length, for any text.
+#: A string or a bracket. A string without an end reaches to the end of the text. The expression never backtracks, so the time is linear in
+#: the length.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-#: An object of the API server with more bytes is parsed on a thread: parsing this many takes up to 20 ms.
+#: Longer objects of the API server are parsed on a thread. Parsing this many bytes takes up to 20 ms.
 LONG_BYTES: Final = 1 << 16
-#: Limits the colons of a value without quotes: PyYAML needs quadratic time for numbers to base 60, such as 1:30:00.
+#: PyYAML needs quadratic time for numbers to base 60 (1:30:00), so the colons of a value without quotes are limited.
 _MAX_SEXAGESIMAL: Final = 100
 
 
@@ -46,8 +46,8 @@ def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
 @overload
 def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes JSON, into `kind` if that is given. Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is
-    not JSON."""
+    """Decodes JSON, into `kind` if given. Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is not
+    JSON."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
@@ -57,7 +57,6 @@ def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
-    """Converts a decoded value to this type. Raises WrongStructure."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except Exception as error:
@@ -65,7 +64,7 @@ def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
 
 
 def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
-    """All non-empty documents. JSON, which is also YAML, is tried first: that takes a hundredth of the time. Raises UnreadableText."""
+    """All non-empty documents. Tries JSON first, which is also YAML and takes a hundredth of the time. Raises UnreadableText."""
     if len(text) > max_bytes:
         raise UnreadableText(f"it has more than {max_bytes} bytes")
     try:
@@ -77,12 +76,12 @@ def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
         return [document for document in yaml.load_all(text, Loader=_LOADER) if document is not None]
     except UnreadableText:
         raise
-    except Exception as error:  # PyYAML raises any error for a bad tag or a number of thousands of digits
+    except Exception as error:  # PyYAML also raises other errors, for example for a number of thousands of digits
         raise UnreadableText(error) from error
 
 
 def _check_yaml(text: bytes | str) -> None:
-    """Checks the events of PyYAML's parser before any Python object is built. Raises UnreadableText, and what PyYAML raises."""
+    """Checks the parser's events before any Python object is built. Raises UnreadableText, and PyYAML's errors."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
@@ -110,11 +109,11 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes an object that the API server stored, even if the decoder refuses a part of it. Then values that are nested deeper than
-    MAX_DEPTH are read as null, and so are NaN and Infinity, which are not valid JSON; halves of surrogate pairs are read as "?". So no user
-    can hide an object from gpumgr by a fault in a part that gpumgr does not need.
+    """Decodes an object that the API server stored, even if the decoder refuses a part of it. So no user can hide an object from gpumgr
+    with a fault in a part that gpumgr does not need.
 
-    Raises UnreadableText.
+    Values nested deeper than MAX_DEPTH, NaN and Infinity are then read as null, and halves of surrogate pairs as "?". Raises
+    UnreadableText.
     """
     try:
         return decode_json(text, kind)
@@ -135,13 +134,13 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw, long_bytes: int = LONG_BYTES) -> T:
-    """Returns what `parse` returns, or raises its error. A text with more than `long_bytes` is parsed on a thread, since it would block the
-    event loop for up to half a second."""
+    """Returns what `parse` returns, or raises its error. A text with more than `long_bytes` is parsed on a thread, because it would block
+    the event loop for up to half a second."""
     return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > long_bytes else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """Like `decode_stored`, but a text that the decoder refuses is repaired on a thread, since that takes long."""
+    """Like `decode_stored`, but repairs a text that the decoder refuses on a thread, because that takes long."""
     try:
         return decode_json(text, kind)
     except WrongStructure:
@@ -151,7 +150,7 @@ async def decode_answer(text: bytes, kind: type[T]) -> T:
 
 
 def _flattened(text: bytes) -> bytes:
-    """The JSON with null for each list and object below MAX_DEPTH. It works on tokens, since every recursive decoder has a limit."""
+    """Replaces each list and object below MAX_DEPTH by null. Works on tokens, because every recursive decoder has a limit."""
     kept, depth, start = [], 0, 0
     for token in _JSON_TOKEN.finditer(text):
         place = token.start()

@@ -1,8 +1,8 @@
-"""Configures the log: structlog writes to stderr, one JSON object per line, or text (format "console", and "auto" on a terminal). Libraries
-log from WARNING on.
+"""Configures the log: structlog writes JSON lines to stderr, or text (format "console", and "auto" on a terminal). Libraries log from
+WARNING on.
 
-If the format is "auto" and systemd's journal reads stderr, each line is sent to the journal as an entry with fields and a priority; the
-entry's message is the line of JSON.
+With "auto", if systemd's journal reads stderr, each line becomes a journal entry with fields and a priority. The entry's message is the
+JSON line.
 """
 
 import contextlib
@@ -31,8 +31,7 @@ _LEVELS: dict[str, int] = {
 
 
 class _Threshold:
-    """The first processor of structlog: drops lines below the level. The level is here, since loggers cache everything else at their first
-    use."""
+    """Drops lines below the level. The level is kept here, because loggers cache everything else at their first use."""
 
     def __init__(self) -> None:
         self.lowest = logging.INFO
@@ -47,13 +46,13 @@ _threshold = _Threshold()
 
 
 def set_level(level: Level) -> None:
-    """Sets the level, from the next line on, also for loggers that are in use."""
+    """Sets the level from the next line on, also for loggers in use."""
     _threshold.lowest = _LEVELS[level]
 
 
 def configure_log(level: Level, form: Format, *, cache_loggers: bool = True) -> None:
-    """Configures logging; call it before anything is logged. `cache_loggers`: loggers cache their configuration at their first use, which
-    is faster in a long-running process."""
+    """Configures logging; call it before anything is logged. With `cache_loggers`, loggers cache their configuration, which is faster in a
+    long-running process."""
     set_level(level)
     out = sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())
@@ -76,14 +75,13 @@ def configure_log(level: Level, form: Format, *, cache_loggers: bool = True) -> 
 
 
 def _read_by_journal(out: TextIO) -> bool:
-    with contextlib.suppress(OSError):  # a text in memory has no descriptor
+    with contextlib.suppress(OSError):  # a StringIO has no descriptor
         return is_journal_stream(out.fileno(), os.environ)
     return False
 
 
 class _Lines:
-    """Sends each entry to the journal. Without a journal, or if it refuses the entry, the line is written to stderr. If stderr is on a full
-    disk or is a closed pipe, the line is lost and no error is raised."""
+    """Sends each entry to the journal, or else to stderr. If stderr is a full disk or a closed pipe, the line is lost without an error."""
 
     def __init__(self, out: TextIO, journal: Journal | None) -> None:
         self._out, self._journal = out, journal
@@ -99,8 +97,6 @@ class _Lines:
 
 
 class _JournalHandler(logging.StreamHandler[TextIO]):
-    """Sends the log of libraries to the journal, with the names of their loggers."""
-
     def __init__(self, out: TextIO, journal: Journal) -> None:
         super().__init__(out)
         self._journal = journal
@@ -116,16 +112,16 @@ def _console(out: TextIO) -> Processor:
 
 
 def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
-    """The event as one line of JSON; values that JSON can't represent are written as their repr."""
+    """One line of JSON. Values that JSON can't represent are written as their repr."""
     ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
     try:
         return msgspec.json.encode(ordered, enc_hook=repr).decode()
-    except (UnicodeEncodeError, TypeError):  # names that are not UTF-8, keys that are not text
+    except (UnicodeEncodeError, TypeError):  # text that is not UTF-8, keys that are not text
         return json.dumps(ordered, default=repr, skipkeys=True)
 
 
 def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[str, Sequence[Field]], dict[str, Any]]:
-    """The arguments of the logger's method, in structlog's form (args, kwargs)."""
+    """The arguments of the logger's method as (args, kwargs), which structlog requires."""
     fields = dict(event)
     line = _render_json(logger, name, event)
     return (line, entry_of(line, fields)), {}

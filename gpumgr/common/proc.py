@@ -11,14 +11,14 @@ from gpumgr.common.units import Process
 
 PROC: Final = Path("/proc")
 _MOST_ENVIRONMENT_BYTES: Final = 1 << 20
-#: The errors of reading below /proc/PID if the process has just ended, or is a zombie, which has no mounts.
+#: Errors of reads below /proc/PID if the process has just ended, or is a zombie, which has no mounts.
 _ENDED: Final = frozenset({errno.ENOENT, errno.ESRCH, errno.EINVAL})
 
 
 def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
-    """When the process began, in clock ticks since boot (field 22 of /proc/PID/stat); None if there is no such process.
+    """When the process began, in clock ticks since boot (field 22 of /proc/PID/stat). None if there is no such process.
 
-    A pair of pid and start time is never used again. A zombie with other threads that still run counts as running.
+    A pair of pid and start time is never used again. A zombie with running threads counts as running.
     """
     fields = _stat(pid, root)
     if len(fields) <= 19:
@@ -28,27 +28,29 @@ def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
 
 
 def is_running(process: Process, root: Path = PROC) -> bool:
-    """Whether this process still runs. False if another process has its pid by now."""
+    """Whether this process still runs. False if another process has its pid now."""
     pid, started = process
     return start_time_ticks(pid, root) == started
 
 
 def parent_pid(pid: int) -> int | None:
-    """The pid of the parent process (field 4 of /proc/PID/stat); None if the process is gone."""
+    """The parent's pid (field 4 of /proc/PID/stat); None if the process is gone."""
     fields = _stat(pid, PROC)
     return int(fields[1]) if len(fields) > 1 else None
 
 
 def first_stack(pid: int, root: Path = PROC) -> int | None:
-    """The address at which the stack of the process's first thread begins (field 28 of /proc/PID/stat), which changes when the process
-    executes another program; None: there is no such process, or the agent may not trace it."""
+    """The address at which the stack of the first thread begins (field 28 of /proc/PID/stat). It changes when the process executes another
+    program. None if there is no such process or the agent may not trace it."""
     fields = _stat(pid, root)
     return (int(fields[25]) or None) if len(fields) > 25 else None
 
 
 def environment(pid: int, root: Path = PROC) -> bytes:
-    """The environment with which the process was started, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
-    The kernel reads the text from the memory of the process, so the process can change it, and can make this call hang."""
+    """The environment at the process's start, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
+
+    The kernel reads it from the memory of the process. So the process can change it, and can make this call hang.
+    """
     try:
         descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -60,8 +62,8 @@ def environment(pid: int, root: Path = PROC) -> bytes:
 
 
 def _stat(pid: int, root: Path) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third one on (the second one, the name, may contain any bytes). Empty if the process is
-    gone."""
+    """The fields of /proc/PID/stat from the third one on; empty if the process is gone. The second field, the name, may contain any
+    bytes."""
     try:
         descriptor = os.open(f"{root}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -74,13 +76,12 @@ def _stat(pid: int, root: Path) -> list[bytes]:
 
 
 def mount_tables(root: Path) -> Iterator[str]:
-    """Yields the text of mountinfo once for each mount namespace that has a process; without CAP_SYS_PTRACE, once for each process.
-    Blocks.
+    """Yields the text of mountinfo once per mount namespace with a process; without CAP_SYS_PTRACE, once per process. Blocks.
 
-    Raises OSError if a process is hidden from the agent; its `filename` is the file that can't be read.
+    Raises OSError if a process is hidden from the agent. Its `filename` is the file that can't be read.
     """
     pids = [entry for entry in os.listdir(root) if entry.isdecimal()]
-    if "1" not in pids:  # if /proc is mounted with hidepid=, it lists only processes that the agent may trace
+    if "1" not in pids:  # with the mount option hidepid=, /proc lists only processes that the agent may trace
         raise PermissionError(errno.EPERM, "the processes of others are hidden", str(root))
     seen: set[str] = set()
     for pid in pids:
@@ -98,15 +99,14 @@ def mount_tables(root: Path) -> Iterator[str]:
 
 
 def mounted_root(line: str) -> str:
-    """The root of the mount within its file system: field 4 of this line of mountinfo, in which blanks are written as octal numbers. "" if
-    the line has no such field."""
+    """Field 4 of a line of mountinfo, still escaped: the root of the mount within its file system. "" if the line has no such field."""
     fields = line.split(" ", 4)
     return fields[3] if len(fields) > 3 else ""
 
 
 class Mount(NamedTuple):
-    """`root`: the part of the file system that is mounted at `point`. `shared`: mounts below it propagate to its peers. `receives`: later
-    mounts of its peers, or of its master, propagate to it."""
+    """`root` is the part of the file system that is mounted at `point`. `shared`: mounts below `point` propagate to its peers. `receives`:
+    later mounts of its peers or master propagate to it."""
 
     root: str
     point: Path
@@ -115,10 +115,9 @@ class Mount(NamedTuple):
 
 
 def mount_of(mountinfo: str, path: Path) -> Mount | None:
-    """The mount in which the absolute path lies: the nearest one above the path, and if several mounts have the same point, the last one.
-    None: there is none.
+    """The mount that contains the absolute path: the nearest mount point above it, and there the last mount. None if there is none.
 
-    Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7). Lines that cannot be parsed are skipped.
+    Lines that can't be parsed are skipped. Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7).
     """
     found: Mount | None = None
     for line in mountinfo.splitlines():
@@ -132,12 +131,12 @@ def mount_of(mountinfo: str, path: Path) -> Mount | None:
 
 
 def unescaped(field: str) -> str:
-    """A field of mounts or mountinfo, in which blanks, tabs and backslashes are written as octal numbers: fstab(5)."""
+    """Decodes a field of mounts or mountinfo, which has blanks, tabs and backslashes as octal numbers. Source: fstab(5)."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _mount_namespace(process: Path) -> str | None:
-    """The process's mount namespace; None if the process has ended or the agent may not trace it (mountinfo needs fewer rights)."""
+    """None if the process has ended or the agent may not trace it (mountinfo needs fewer rights)."""
     try:
         return os.readlink(process / "ns/mnt")
     except OSError:
@@ -154,7 +153,7 @@ class HostProcesses:
         return start_time_ticks(pid, self._root)
 
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
-        """Maps each pid among `pids` that has a running process to its start time. Blocks, so call it on a thread."""
+        """Maps each pid of a running process to its start time. Blocks, so call it on a thread."""
         return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
 
     def runs(self, process: Process) -> bool:

@@ -1,8 +1,7 @@
-"""Renders metrics in Prometheus' two text formats. A series has the same line in both formats, so it is rendered once. Only the head of a
-family differs: OpenMetrics writes a counter's name without `_total` and escapes quotes in the help. Sources: Prometheus' text format 0.0.4,
-OpenMetrics 1.0.
+"""Renders metrics in Prometheus' text format 0.0.4 and in OpenMetrics 1.0. A series is rendered once, because both formats have the same
+line.
 
-prometheus_client is not used for this: it takes 3 to 14 times as long to render a custom collector.
+prometheus_client is not used for this, because it takes 3 to 14 times as long to render a custom collector.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,12 +26,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gauge(name: str, about: str, *labels: str) -> Family:
-    """A gauge of gpumgr; `name` is without the prefix `gpumgr_`."""
+    """A gauge of gpumgr; `name` without the prefix `gpumgr_`."""
     return Family(name=f"gpumgr_{name}", about=about, labels=labels)
 
 
 def counter(name: str, about: str, *labels: str) -> Family:
-    """A counter of gpumgr; `name` is without the prefix `gpumgr_` and ends in `_total`."""
+    """A counter of gpumgr; `name` without the prefix `gpumgr_`, with `_total`."""
     return Family(name=f"gpumgr_{name}", about=about, kind="counter", labels=labels)
 
 
@@ -50,22 +49,22 @@ class RenderedFamily(msgspec.Struct, frozen=True):
 
 
 def render(family: Family, series: Mapping[str, float]) -> RenderedFamily:
-    """`series`: text of the labels (see `label_text`; "" = none) -> value. Booleans are rendered as 1 and 0."""
+    """Renders a family. `series`: text of the labels (see `label_text`; "" = none) -> value."""
     name = family.name
     lines = [f"{name}{{{labels}}} {+value}\n" if labels else f"{name} {+value}\n" for labels, value in series.items()]
-    # A pod's name may contain half a surrogate pair, which must not make the page fail.
+    # A pod's name may contain half a surrogate pair. It must not make the page fail.
     return RenderedFamily(family, "".join(lines).encode("utf-8", "replace"))
 
 
 def render_all(families: Mapping[Family, Mapping[tuple[str, ...], float]]) -> Iterator[RenderedFamily]:
-    """`families`: family -> its series (values of the labels -> value)."""
+    """Renders families. `families`: family -> its series (values of the labels -> value)."""
     for family, series in families.items():
         yield render(family, {label_text(family.labels, values): value for values, value in series.items()})
 
 
 def render_metric(metric: Metric) -> RenderedFamily:
-    """A gauge, counter or histogram of prometheus_client. The start time of each counter is left out: it would double the series, and
-    process_start_time_seconds has this time once."""
+    """Renders a gauge, counter or histogram of prometheus_client. Leaves out the start time of each counter, because
+    process_start_time_seconds has it."""
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
     lines = [
         f"{s.name}{{{label_text(s.labels, s.labels.values())}}} {+s.value}\n" if s.labels else f"{s.name} {+s.value}\n"
@@ -88,5 +87,5 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 @lru_cache(maxsize=8192)
 def kept_label_text(names: tuple[str, ...], *values: str) -> str:
-    """Like `label_text`, but caches the text: for series that most scrapes have, up to some thousands on a node."""
+    """Like `label_text`, but cached: for series that most scrapes have."""
     return label_text(names, values)

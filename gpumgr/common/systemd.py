@@ -1,11 +1,10 @@
-"""Talks to systemd: sends log entries to the journal in its native protocol, so that `journalctl GPUMGR_POD=demo/resnet` finds the entries
-about a pod; and sends notifications to the service manager.
+"""Sends log entries to systemd's journal, and notifications to the service manager.
 
-Source of the journal: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field. A value
-with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline.
+Source of the journal's datagrams: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field.
+A value with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline.
 
-A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket that $NOTIFY_SOCKET names. Without that variable, or if systemd
-does not listen, nothing is sent.
+A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket $NOTIFY_SOCKET. Without that variable, or if systemd does not
+listen, nothing is sent.
 """
 
 import os
@@ -26,8 +25,8 @@ Field = tuple[str, str]
 
 
 def is_journal_stream(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Whether the journal reads what is written to `descriptor`. Source: systemd.exec(5), $JOURNAL_STREAM; the variable alone is
-    not enough, since processes with another output inherit it."""
+    """Whether the journal reads what is written to `descriptor`. $JOURNAL_STREAM alone is not enough, because processes with another output
+    inherit it. Source: systemd.exec(5)."""
     try:
         there = os.fstat(descriptor)
     except OSError:
@@ -36,8 +35,8 @@ def is_journal_stream(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def entry_of(message: str, event: Mapping[str, Any]) -> list[Field]:
-    """A log line as an entry: `message` is what journalctl shows; "level" becomes PRIORITY, "timestamp" is left out, and every other key
-    becomes GPUMGR_<KEY>. A list becomes one field for each item; None is left out."""
+    """The fields of a journal entry. "level" becomes PRIORITY, "timestamp" is left out, and every other key becomes GPUMGR_<KEY>. A list
+    becomes one field per item."""
     priority = _PRIORITIES.get(str(event.get("level")), _PRIORITIES["info"])
     fields = [("MESSAGE", message), ("PRIORITY", priority), ("SYSLOG_IDENTIFIER", "gpumgr")]
     for key, value in event.items():
@@ -59,7 +58,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def encode(fields: Iterable[Field]) -> bytes:
-    """The datagram of an entry. File names that are not UTF-8 are written as escapes."""
+    """The datagram of an entry. Text that is not UTF-8 is escaped."""
     return b"".join(_encoded(name.encode(), value.encode(errors="backslashreplace")) for name, value in fields)
 
 
@@ -70,15 +69,14 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 class Journal:
-    """Sends entries. It never waits: an overloaded journal refuses entries."""
+    """Sends entries without waiting; an overloaded journal refuses them."""
 
     def __init__(self, path: Path = SOCKET) -> None:
         self._path = str(path)
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal accepted the entry: it may be overloaded, or the entry too long for a datagram (about 200 kB). Raises
-        nothing."""
+        """Returns whether the journal accepted the entry. It refuses one that is too long for a datagram (about 200 kB). Raises nothing."""
         try:
             self._sender.sendto(encode(fields), self._path)
         except OSError:
@@ -103,14 +101,14 @@ class Notifier:
 
     @property
     def watchdog_period_seconds(self) -> float | None:
-        """The interval at which `watchdog` must be called, half of the time that systemd allows. None: there is no watchdog."""
+        """The interval at which `watchdog` must be called: half of the time that systemd allows. None: there is no watchdog."""
         return None if self._watchdog_seconds is None else self._watchdog_seconds / 2
 
     def ready(self, status: str) -> None:
         self._send("READY=1", _status(status))
 
     def status(self, text: str) -> None:
-        """Reports one line for `systemctl status`."""
+        """Sets the line that `systemctl status` shows."""
         self._send(_status(text))
 
     def watchdog(self) -> None:
@@ -135,8 +133,8 @@ def _status(text: str) -> str:
 
 
 def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
-    """The longest time that systemd allows between two calls of `watchdog`; None: there is no watchdog. $WATCHDOG_USEC counts only for the
-    process $WATCHDOG_PID. Source: sd_watchdog_enabled(3)."""
+    """The longest time between two calls of `watchdog`; None: there is no watchdog. $WATCHDOG_USEC is valid only in the process
+    $WATCHDOG_PID. Source: sd_watchdog_enabled(3)."""
     for_pid, period = environ.get("WATCHDOG_PID", ""), environ.get("WATCHDOG_USEC", "")
     if (for_pid and for_pid != str(pid)) or not (period.isascii() and period.isdigit()) or int(period) == 0:
         return None

@@ -1,6 +1,6 @@
-"""gpumgr's two units (cores, memory blocks), and the names of the resources and annotations.
+"""gpumgr's units (cores, memory blocks), and the names of resources and annotations.
 
-Source of the numbers: tkestack gpu-manager's resource contract (100 vcores a GPU, one memory block = 256 MiB).
+Source of the numbers: gpu-manager's resources (100 cores per GPU, blocks of 256 MiB).
 """
 
 from collections.abc import Mapping
@@ -16,30 +16,28 @@ CORE_RESOURCE: Final = "tencent.com/vcuda-core"
 MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 #: gpu-manager's annotation: percent of a GPU that a container may use while the GPU's other containers are idle.
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
-#: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that was granted to no container.
+#: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that no container was granted.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
-#: true: the agent suspends the pod's containers (moves their GPU memory to the host), even if they are not idle; false: it does not.
+#: true: the agent moves the GPU memory of the pod's containers to the host, even if they are not idle. false: never.
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
-#: How long a container of the pod is idle before it is suspended: `10m`, `90s`, `1h`, or `never`.
+#: The idle time after which a container of the pod is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
-#: A JSON object: container -> {"cores": N, "memoryMiB": M}, what the container may use of each of its GPUs. The second annotation has the
-#: agent's answer.
+#: A JSON object: container -> {"cores": N, "memoryMiB": M}, a new amount on each of its GPUs. RESIZED_ANNOTATION has the agent's answer.
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
-#: HAMi's resource, under the name that the agent uses internally. A device id of it is one replica of a GPU. If the settings name another
-#: resource, that name is translated to this one.
+#: HAMi's resource, as the agent names it internally. Another name in the settings is translated to this one. One device id is one replica
+#: of a GPU.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
-#: The name of gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
+#: gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
 DRA_DRIVER: Final = "gpu.gpumgr.io"
 
-#: The internal name for all resources of MIG devices. The kubelet has one resource for each profile, with the profile appended.
+#: The agent's name for all resources of MIG devices. The kubelet has one resource per profile, with the profile appended.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
-#: The kind of resource of a device id, a request or a device plugin. A core or memory id represents a fixed amount; an id of another kind
-#: represents none.
+#: The kind of resource of a device id, a request or a device plugin. Only a core or memory id represents a fixed amount.
 Resource = Literal["core", "memory", "replica", "mig"]
 #: The resources of a vcuda container.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
@@ -54,15 +52,15 @@ RESOURCE_BY_NAME: Final[dict[str, Resource]] = {name: resource for resource, nam
 _OTHER: Final[dict[Resource, Resource]] = {"core": "memory", "memory": "core", "replica": "replica", "mig": "mig"}
 VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
-#: The name of a GPU in device ids: the first hex digits of its UUID (8 or more).
+#: The name of a GPU in device ids: the first 8 or more hex digits of its UUID.
 GpuName = str
-#: (pid, start time in clock ticks since boot): together they are unique.
+#: (pid, start time in clock ticks since boot), which is never used again.
 Process = tuple[int, int]
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """Amounts on one GPU: `cores` in percent of the GPU, and memory. Only the scheduler counts `replicas` of HAMi's resource: in the ledger
-    they are device ids. `slices`: the memory slices of MIG devices, slice n as bit n; a sum has the slices of both amounts."""
+    """Amounts on one GPU. `cores` is in percent of the GPU. Only the scheduler counts `replicas` of HAMi's resource. `slices` has the
+    memory slices of MIG devices, slice n as bit n; a sum has the slices of both amounts."""
 
     cores: int = 0
     memory_mebibytes: int = 0
@@ -90,7 +88,6 @@ class Amounts(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether this is the whole GPU."""
         return self.cores >= CORES_PER_GPU
 
 
@@ -100,24 +97,22 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 
 def other_resource(resource: Resource) -> Resource:
-    """The other one of a vcuda container's two resources, core and memory: each has its own call of Allocate. Replicas and MIG devices have
-    only one call: the result is `resource` itself."""
+    """The other resource of a vcuda container, core or memory. Replicas and MIG devices have only one call of Allocate, so they return
+    `resource` itself."""
     return _OTHER[resource]
 
 
 def blocks_of(memory_bytes: int) -> int:
-    """How many whole blocks of 256 MiB `memory_bytes` has. The rest of each GPU is not offered, and the rests of several GPUs are not added
-    up."""
+    """Whole blocks of 256 MiB. The rest of each GPU is not offered."""
     return memory_bytes // BLOCK_BYTES
 
 
 def ratio(value: float | None) -> float | None:
-    """The value, limited to 0..1; None stays None."""
     return None if value is None else min(1.0, max(0.0, value))
 
 
 def percent(value: float | None) -> float | None:
-    """The ratio in percent, as gpu-manager's and HAMi's metrics have it."""
+    """The ratio in percent, as in gpu-manager's and HAMi's metrics."""
     share = ratio(value)
     return None if share is None else round(100 * share, 6)
 

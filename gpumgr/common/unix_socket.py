@@ -1,8 +1,7 @@
-"""Makes, recognises and removes the file of a unix socket that a server listens on.
+"""Makes and removes the file of a unix socket that a server listens on.
 
-Invariants: only a socket without a listener is replaced (or any socket, if the caller says so), never another kind of file. If another
-process has put a file in the place of the server's socket, that file is not removed. Clients can't connect before the file has the wanted
-mode.
+Invariants: a file that is no socket is never replaced, and a socket with a listener only at the caller's request. A file that another
+process has put in the socket's place is not removed. Clients can't connect before the file has the wanted mode.
 """
 
 import errno
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-#: sun_path of Linux's sockaddr_un without its closing NUL (unix(7)).
+#: sun_path of Linux's sockaddr_un without the closing NUL (unix(7)).
 MAX_PATH_BYTES: Final = 107
 
 
@@ -32,12 +31,11 @@ class UnixSocket:
 
     @property
     def in_place(self) -> bool:
-        """Whether the file is there and is the one that `bind` made."""
+        """Whether the file exists and is the one that `bind` made."""
         return self._inode is not None and _inode(self.path) == self._inode
 
     def bind(self, *, replace_served: bool = False) -> socket.socket:
-        """Returns a bound socket that does not listen yet. With `replace_served` an existing socket is replaced even if a process listens
-        on it.
+        """Returns a bound socket that does not listen yet. `replace_served`: replace a socket even if a process listens on it.
 
         Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens there,
         EEXIST if the file is no socket. Other errors are the system's.
@@ -51,7 +49,7 @@ class UnixSocket:
         self.path.unlink(missing_ok=True)
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(bound.fileno(), self._mode)  # Linux makes the file with the mode of the socket
+            os.fchmod(bound.fileno(), self._mode)  # Linux gives the file the mode of the socket
             bound.bind(os.fsencode(self.path))
             # The umask may have removed permissions. No client can connect before `listen`.
             self.path.chmod(self._mode)
@@ -62,7 +60,7 @@ class UnixSocket:
         return bound
 
     def remove(self) -> None:
-        """Deletes the file if it is the one that `bind` made; may be called at any time. Raises OSError if the system refuses it."""
+        """Deletes the file if it is the one that `bind` made. Raises OSError."""
         if self.in_place:
             self.path.unlink(missing_ok=True)
         self._inode = None
@@ -76,14 +74,13 @@ def is_served(path: Path) -> bool:
             probe.connect(os.fsencode(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # the backlog of the socket is full, so a process listens
+        except BlockingIOError:  # the backlog is full, so a process listens
             pass
     return True
 
 
 def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
-    """Removes the sockets in `folder` that match `pattern` and have no listener (their process has ended), and returns their paths. Raises
-    nothing."""
+    """Removes the sockets in `folder` that match `pattern` and have no listener. Returns their paths. Raises nothing."""
     removed = []
     for path in folder.glob(pattern):
         if _is_leftover(path):

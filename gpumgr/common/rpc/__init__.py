@@ -1,2 +1,1 @@
-"""gRPC over unix sockets: the wire format, a client channel, a server that lets calls in progress finish before it ends ("drains").
-Independent of any API."""
+"""gRPC over unix sockets, for any API: the wire format, a client, and a server that lets running calls finish before it ends."""

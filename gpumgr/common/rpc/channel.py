@@ -1,6 +1,6 @@
-"""The gRPC client: a grpclib channel over a unix socket. Its base class OpenChannel sends the same header `:authority` as the kubelet.
+"""The gRPC client: a grpclib channel over a unix socket.
 
-`PeerConnection` is the client's connection, and the base of the server's connections.
+`PeerConnection` is its connection, and the base of the server's connections.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from gpumgr.common.rpc.grpclib_private import OpenChannel
 
 Reply = TypeVar("Reply")
 
-#: The errors that a call raises if the peer is unavailable, disconnects, hangs or refuses (a timeout is an OSError).
+#: What a call raises if the peer is unavailable, disconnects, hangs or refuses. A timeout is an OSError.
 CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
 
 
@@ -38,9 +38,9 @@ class WireCodec(CodecBase):
 class PeerConnection(H2Protocol):
     """A connection to a peer that may send anything.
 
-    grpclib raises an error for each event of h2 that it does not know, for example a frame of an unknown type. Such frames must be
-    ignored (RFC 9113, section 5.5). h2 and grpclib raise errors of many types for data that they can't read, and asyncio would log them
-    with a traceback. Here such an error closes the connection, as every protocol error does.
+    grpclib raises an error for each h2 event that it does not know, but frames of an unknown type must be ignored (RFC 9113, section 5.5).
+    For data that they can't read, h2 and grpclib raise errors of many types, which asyncio would log with a traceback. Here such an error
+    closes the connection.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -59,9 +59,9 @@ def _ignore(_event: object) -> None:
 
 
 class UnixChannel(OpenChannel):
-    """A lazily connected channel to `path`, which reconnects when the connection is lost. Use it as an async context manager.
+    """A channel to `path` that connects at the first call, and again when the connection is lost. Use it as an async context manager.
 
-    Must be created inside a running event loop.
+    Create it inside a running event loop.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,10 +74,10 @@ class UnixChannel(OpenChannel):
         return PeerConnection(made.handler, made.config, made.h2_config)
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
-        """Makes one call, and connects first if needed. `request` is bytes or a generated message.
+        """Makes one call. `request` is bytes or a generated message.
 
-        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer receives the deadline, too; if the peer reports that the
-        deadline has passed, TimeoutError is raised.
+        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer receives the deadline, too, and TimeoutError is also raised
+        if the peer reports that it has passed.
         """
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
@@ -93,7 +93,6 @@ class UnixChannel(OpenChannel):
 
 
 def failure_text(error: Exception) -> str:
-    """The cause of one of CALL_FAILURES."""
     match error:
         case GRPCError():
             return f"the answer was {error.status.name}: {error.message or 'no reason given'}"
@@ -118,5 +117,5 @@ _KUBELET_HINTS: Final[dict[type[Exception], str]] = {
 
 
 def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
-    """One of CALL_FAILURES as a KubeletError with a sentence. `doing`: for example "register tencent.com/vcuda-core"."""
+    """A KubeletError with a sentence about one of CALL_FAILURES. `doing`: for example "register tencent.com/vcuda-core"."""
     return KubeletError(f"can't {doing} at {path}: {failure_text(error)}{_KUBELET_HINTS.get(type(error), '')}")

@@ -1,4 +1,4 @@
-"""The private parts of grpclib that gpumgr needs and that have no public equivalent. No other module uses private parts.
+"""The only module that uses private parts of grpclib: those have no public equivalent.
 
 tests/component/common/rpc/test_grpclib_private.py fails when grpclib changes one of them.
 """
@@ -31,7 +31,7 @@ class OpenServer(Server):
 
     @property
     def listener(self) -> AbstractServer | None:
-        """The listening server of asyncio. None before `start`; to call `start` again, set it to None."""
+        """The listening server of asyncio; None before `start`. Set it to None to call `start` again."""
         return self._server
 
     @listener.setter
@@ -39,7 +39,7 @@ class OpenServer(Server):
         self._server = listener
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection. It replaces `made`, the protocol that grpclib made."""
+        """The protocol of a new connection, which replaces grpclib's protocol `made`."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:
@@ -51,11 +51,11 @@ class OpenChannel(Channel):
 
     @property
     def authority(self) -> str:
-        """The value of the header `:authority` of each call; grpclib would send "127.0.0.1:50051" for a unix socket."""
+        """The header `:authority` of each call, as the kubelet sends it. grpclib would send "127.0.0.1:50051" for a unix socket."""
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection. It replaces `made`, the protocol that grpclib made."""
+        """The protocol of a new connection, which replaces grpclib's protocol `made`."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:
@@ -66,12 +66,10 @@ class OpenChannel(Channel):
 
 
 def transport_of(stream: ServerStream) -> Transport:
-    """The connection of a running call."""
     return stream.peer._transport
 
 
 def h2_of(connection: Connection) -> H2Connection:
-    """The state machine of a connection."""
     return connection._connection
 
 

@@ -1,4 +1,4 @@
-"""A gRPC server on grpclib that notifies its clients when it ends.
+"""A gRPC server on grpclib with an orderly end.
 
 grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and continues to serve them.
 """
@@ -23,16 +23,16 @@ from gpumgr.common.aio import wait_at_most
 from gpumgr.common.rpc.channel import PeerConnection, WireCodec
 from gpumgr.common.rpc.grpclib_private import OpenServer, h2_of, replace_flush, replace_request_received
 
-#: When the server ends: how long clients may take to close their connections, and then to read what was sent.
+#: At the end: how long clients may take to close their connections, and then to read what was sent.
 _CLOSE_SECONDS: Final = 0.5
 _FLUSH_SECONDS: Final = 2.0
-#: If a call ended less than this time ago, the second call of a pair may still follow (see `wait_idle`).
+#: How long after a call the second call of a pair may still follow (see `wait_idle`).
 _PAIR_SECONDS: Final = 0.05
 _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
 
 class DrainingServer(OpenServer):
-    """A gRPC server with an orderly end: running calls finish, streams end cleanly, clients get a GOAWAY."""
+    """A gRPC server with an orderly end: running calls finish, streams end, clients get a GOAWAY."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class DrainingServer(OpenServer):
         config: Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
-        """Each of `services` has grpclib's method `__mapping__`. Must be called inside a running event loop.
+        """Create it inside a running event loop. Each of `services` has grpclib's method `__mapping__`. `end_streams` ends every streaming
+        call of the services.
 
-        `end_streams` ends every streaming call of the services. `flush_seconds`: how long a client may take at the end to read what was
-        sent to it, before its connection is aborted.
+        `flush_seconds`: how long a client may take at the end to read what was sent, before its connection is aborted.
         """
         super().__init__(services, codec=WireCodec(), config=config)
         self.end_streams, self._flush_seconds = end_streams, flush_seconds
@@ -65,11 +65,11 @@ class DrainingServer(OpenServer):
 
     @property
     def idle(self) -> bool:
-        """Whether no unary call is running, and none has ended within the last _PAIR_SECONDS."""
+        """Whether no unary call runs, or has ended within the last _PAIR_SECONDS."""
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:
-        """Listens on the bound `sock` in place of an earlier socket; connections and calls stay."""
+        """Listens on the bound `sock` in place of an earlier socket. Connections and calls stay."""
         earlier, self.listener = self.listener, None
         try:
             await self.start(sock=sock)
@@ -82,7 +82,7 @@ class DrainingServer(OpenServer):
     async def wait_idle(self, timeout_seconds: float) -> None:
         """Waits until the server is `idle`, at most `timeout_seconds`.
 
-        The kubelet's calls for one container come in pairs, about a millisecond apart: a preference and its Allocate.
+        The kubelet's calls for a container come in pairs, about a millisecond apart: GetPreferredAllocation and Allocate.
         """
         await asyncio.sleep(0)  # calls that have just arrived begin in this step of the event loop
         loop = asyncio.get_running_loop()
@@ -94,18 +94,17 @@ class DrainingServer(OpenServer):
                 await asyncio.sleep(min(max(0.0, self._last_unary + _PAIR_SECONDS - now), deadline - now))
 
     async def wait_streams(self, timeout_seconds: float) -> None:
-        """Waits until no client holds a server-streaming call open, at most `timeout_seconds`."""
         await _settle(self._stream_calls, timeout_seconds)
 
     async def wait_disconnected(self, timeout_seconds: float) -> None:
-        """Waits until all clients have closed their connections, at most `timeout_seconds`."""
         await wait_at_most(self._none_connected, timeout_seconds)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Stops listening, lets unary calls finish, ends streams, sends GOAWAY and disconnects.
+        """Stops listening, lets unary calls finish, ends streams, sends GOAWAY and disconnects. Cancels what still runs after
+        `grace_seconds`.
 
-        Unary calls must end before streams: when ListAndWatch ends, the kubelet closes the whole connection, and with it any Allocate that
-        still runs there. What has not ended after `grace_seconds` is cancelled.
+        Unary calls must end before streams. When ListAndWatch ends, the kubelet closes the whole connection, and with it any Allocate that
+        still runs there.
         """
         if self.listener is None or self.draining:
             return
@@ -118,9 +117,11 @@ class DrainingServer(OpenServer):
         await self.close_now()
 
     async def close_now(self) -> None:
-        """Ends every connection; calls that still run are cancelled. Clients close their connections once they have read everything. A
-        client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read either, its transport still holds data and stays
-        open, so the connection is aborted `flush_seconds` later."""
+        """Ends every connection and cancels running calls. Clients close their connections once they have read everything.
+
+        A client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read either, its transport still holds data and stays
+        open, so it is aborted `flush_seconds` later.
+        """
         self.draining = True
         if self.listener is None:
             return
@@ -149,7 +150,7 @@ class DrainingServer(OpenServer):
         return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
-        """The same method, but the server records the task of each call while the call runs."""
+        """The same method, with the task of each call recorded while it runs."""
         streaming = method.cardinality is Cardinality.UNARY_STREAM
         calls = self._stream_calls if streaming else self._unary_calls
 
@@ -167,7 +168,7 @@ class DrainingServer(OpenServer):
 
 
 async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
-    """Waits until all `calls` have ended, at most `timeout_seconds`; calls that are added in the meantime count, too."""
+    """Waits until all `calls` have ended, at most `timeout_seconds`. Calls that are added while it waits count, too."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
@@ -175,10 +176,10 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
 
 
 class ServedConnection(PeerConnection):
-    """One client's connection; its server lists it.
+    """One client's connection.
 
-    grpclib writes headers, message and trailers of an answer one after the other. Here one write sends everything that one step of the
-    event loop has produced, which saves both sides most of their system calls.
+    grpclib writes headers, message and trailers of an answer one after the other. Here one write sends all that one step of the event loop
+    has produced, which saves both sides most of their system calls.
     """
 
     def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
@@ -201,8 +202,7 @@ class ServedConnection(PeerConnection):
             super().data_received(data)
 
     def _request_received(self, event: RequestReceived) -> None:
-        """Answers a malformed request with an error of its stream (RFC 9113, section 8.1.1); the other streams of the connection
-        continue."""
+        """Resets only the stream of a malformed request (RFC 9113, section 8.1.1). Other streams of the connection continue."""
         if _is_well_formed(event.headers):
             self._accept(event)
             return
@@ -216,13 +216,13 @@ class ServedConnection(PeerConnection):
     def end(self) -> None:
         """Sends GOAWAY after the data that the transport still holds. If a call runs, it is cancelled and the connection closed.
 
-        Otherwise only the sending side is closed, and the client closes the connection: a client that writes to a closed socket gets an
-        error, and may then drop the last answers.
+        Otherwise the client closes the connection, and only the sending side is closed here. A client that writes to a closed socket gets
+        an error, and may then drop the last answers.
         """
         if self._ended or self.transport.is_closing():
             return
         self._ended = True
-        with suppress(ProtocolError):  # nothing can be sent on this connection any more
+        with suppress(ProtocolError):  # nothing more can be sent on this connection
             h2_of(self.connection).close_connection(ErrorCodes.NO_ERROR)
             self._flush_now()
         if self.processor.streams:
@@ -246,6 +246,6 @@ def _is_well_formed(headers: Any) -> bool:
     names = [name for name, _ in headers]
     try:
         decode_metadata(headers)
-    except ValueError:  # a name with the suffix -bin has a value that is not base64
+    except ValueError:  # a header with the suffix -bin that is not base64
         return False
     return all(names.count(each) == 1 for each in _PSEUDO_HEADERS)

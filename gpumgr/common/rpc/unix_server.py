@@ -1,6 +1,4 @@
-"""Serves gRPC on a unix socket: binds it, detects that another process removed its file, binds it again, drains, removes the file. A failed
-call is answered with a gRPC status and a sentence.
-"""
+"""Serves gRPC on a unix socket. A failed call is answered with a gRPC status and a sentence."""
 
 import errno
 import time
@@ -39,8 +37,8 @@ class Call(msgspec.Struct):
 
 @contextmanager
 def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterator[Call]:
-    """A context manager around the work of a call: it reports the outcome to `observe` and turns errors into GRPCErrors. The block sets the
-    outcome at its end. A bug is logged to `log` and ends only this call."""
+    """Surrounds the work of a call: reports the outcome to `observe` and turns errors into GRPCErrors. The block sets the outcome at its
+    end. A bug is logged to `log` and ends only this call."""
     started = time.perf_counter()
     call = Call()
     try:
@@ -54,7 +52,7 @@ def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterato
     except GRPCError:
         call.outcome = "invalid_request"
         raise
-    except Exception as error:  # the error is logged only here
+    except Exception as error:
         call.outcome = "internal"
         log.exception("call_failed", rpc=rpc)
         raise GRPCError(Status.INTERNAL, failed_inside(rpc, error)) from error
@@ -63,7 +61,7 @@ def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterato
 
 
 def unary(rpc: str, answer: Callable[[bytes], Awaitable[bytes]], log: Any, observe: Observe = lambda *_: None) -> Handler:
-    """A method in the form that grpclib requires. Messages stay bytes. `log` and `observe`: see `answering`."""
+    """A method in grpclib's form, with messages as bytes. `log` and `observe`: see `answering`."""
 
     async def serve(stream: Any) -> None:
         with answering(rpc, log, observe) as call:
@@ -75,12 +73,11 @@ def unary(rpc: str, answer: Callable[[bytes], Awaitable[bytes]], log: Any, obser
 
 
 def failed_inside(rpc: str, error: Exception) -> str:
-    """The sentence that answers a call that failed by a bug."""
     return f"gpumgr failed inside {rpc} ({type(error).__name__}: {error}); its log has the details"
 
 
 async def receive(stream: Any) -> bytes:
-    """The request of a call; empty if the client closes its side without a message.
+    """The request of a call; empty if the client sends no message.
 
     Raises GRPCError for requests that grpclib can't decode: compressed messages, and frames shorter than their length field.
     """
@@ -97,7 +94,7 @@ _REMEDIES: Final = {errno.ENAMETOOLONG: "; use a folder with a shorter path", er
 
 
 class UnixServer(DrainingServer):
-    """A gRPC server with these services on the unix socket `path`. Create it inside the event loop."""
+    """A gRPC server on the unix socket `path`. Create it inside the event loop."""
 
     def __init__(self, path: Path, services: Collection[Any], end_streams: Callable[[], None] = lambda: None) -> None:
         super().__init__(services, end_streams=end_streams)
@@ -106,12 +103,12 @@ class UnixServer(DrainingServer):
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket file is still the file of this server. Another process may have deleted it; the socket then stays open."""
+        """Whether the socket file is still this server's. If another process has deleted it, the socket stays open."""
         return self._socket.in_place
 
     async def listen(self) -> None:
-        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. An existing socket is replaced,
-        even if a process still listens on it; a file that is no socket is kept.
+        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. A socket with a listener is
+        replaced, a file that is no socket is not.
 
         Raises KubeletError if the path is too long or can't be bound.
         """
@@ -122,7 +119,7 @@ class UnixServer(DrainingServer):
             raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
 
     def remove(self) -> None:
-        """Removes the socket file, unless a newer one has replaced it; `listen` makes it again."""
+        """Removes the socket file, unless a newer one has replaced it. `listen` makes it again."""
         self._socket.remove()
 
     async def drain(self, grace_seconds: float) -> None:
@@ -131,8 +128,7 @@ class UnixServer(DrainingServer):
 
 
 class LinkState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error`: the present problem; None if
-    there is none."""
+    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error` is the present problem."""
 
     registered: bool = False
     registrations: int = 0

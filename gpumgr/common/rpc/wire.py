@@ -1,11 +1,10 @@
-"""Protobuf's wire format, for the long messages of the kubelet and the container runtime: a strict reader that skips unknown fields, and a
-writer.
+"""Protobuf's wire format: a strict reader that skips unknown fields, and a writer.
 
-A message is a series of (tag, payload); tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
+A message is a series of (tag, payload). tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
 four bytes. Source: the public protobuf encoding guide.
 
-Generated code reads and writes all short messages. It takes far more CPU ("Decisions" in docs/design.md). So this module is used for the
-lists of device ids, pods and containers, and for the response to Allocate, which delays the start of each container.
+Generated code handles short messages, but takes far more CPU ("Decisions" in docs/design.md). So this module is used for lists of device
+ids, pods and containers, and for the response to Allocate.
 """
 
 import re
@@ -17,12 +16,12 @@ FIXED64: Final = 1
 BYTES: Final = 2
 FIXED32: Final = 5
 
-#: A number of 64 bits has ten groups of seven bits.
+#: 64 bits are ten groups of seven bits.
 _MAX_SHIFT: Final = 63
 
 
 class WireError(ValueError):
-    """The bytes are not a valid protobuf message; the text says why."""
+    """The bytes are not a valid protobuf message. The message says why."""
 
 
 class Generated(Protocol):
@@ -63,8 +62,8 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
-    """The offset after the payload of `wire_type` that starts at `at`. Raises WireError if this offset is beyond `end`, or `wire_type` does
-    not exist."""
+    """The offset after the payload of `wire_type` at `at`. Raises WireError if this offset is beyond `end` or `wire_type` does not
+    exist."""
     if wire_type == BYTES:
         size, at = read_varint(data, at, end)
         at += size
@@ -82,8 +81,7 @@ def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
 
 
 def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, start, end) of every length-delimited field of the message at start..end; other fields are skipped. Raises
-    WireError."""
+    """Yields (field number, start, end) of every length-delimited field of the message at start..end. Raises WireError."""
     at = start
     while at < end:
         tag = data[at]
@@ -107,17 +105,17 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """One pass over the message at start..end; errors count bytes from its start. `texts`: field number -> an empty list, to which the
+    """Reads the message at start..end in one pass; errors count bytes from its start. `texts`: field number -> an empty list, to which the
     strings of that field are appended.
 
-    Returns the varint fields by number; the last one counts if a field is repeated, as in protobuf. Everything else is skipped. Raises
+    Returns the varint fields by number. If a field is repeated, the last one counts, as in protobuf. Other fields are skipped. Raises
     WireError.
     """
-    if start > 0 or end < len(data):  # a message inside another one, which may be long: only this part is decoded
+    if start > 0 or end < len(data):  # the outer message may be long: decode only this part
         data, start, end = data[start:end], 0, end - start
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
-    # Slices of one decoded string are faster than a decoding of each string; strings that are not ASCII are decoded again at the end.
+    # Slices of one decoded string are faster than a decoding of each string. Strings that are not ASCII are decoded again at the end.
     latin_1 = data.decode("latin-1")
     at = start
     while at < end:
@@ -126,7 +124,6 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
         if tag > 0x7F:
             tag, at = read_varint(data, at - 1, end)
         if tag in wanted:
-            # Nearly every string is shorter than 128 bytes. `read_varint` reads a longer length, and raises WireError if no byte is left.
             size = data[at] if at < end else 0x80
             at += 1
             if size > 0x7F:
@@ -152,9 +149,9 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
 
 
 def texts(data: bytes, start: int, end: int) -> list[str]:
-    """The strings of field 1 of the message at start..end; everything else is skipped. Raises WireError."""
-    # Nearly always the message has nothing else, and each length is one byte: the C code of `re` and `join` then does the work. If the
-    # fields that the expression found are not the whole message, byte by byte, `scan` reads the message.
+    """The strings of field 1 of the message at start..end; other fields are skipped. Raises WireError."""
+    # Nearly every message has only short strings, which the C code of `re` and `join` reads. `scan` reads the message if these strings,
+    # encoded again, are not the whole message.
     ascii_text = data[start:end].decode("latin-1")
     found: list[str] = _SHORT_TEXTS.findall(ascii_text)
     if ascii_text.isascii() and "".join([_HEADS[len(each)] + each for each in found]) == ascii_text:
@@ -186,13 +183,13 @@ _SHORT: Final = tuple(bytes([size]) for size in range(0x80))
 
 
 def field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field; `number` is 1 to 15, so that its tag is one byte."""
+    """A length-delimited field. `number` is 1 to 15, so that its tag is one byte."""
     size = len(payload)
     return _TAGS[number] + (_SHORT[size] if size < 0x80 else varint(size)) + payload
 
 
 def text_field(number: int, value: str) -> bytes:
-    """A string field as proto3 writes it: nothing at all for the empty string."""
+    """A string field as proto3 writes it: nothing for the empty string."""
     return field(number, value.encode()) if value else b""
 
 
