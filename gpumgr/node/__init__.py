@@ -1,1 +1,1 @@
-"""The composition root: builds the object graph of the agent, starts its parts in order, and stops them in reverse order."""
+"""The composition root: builds the agent's object graph, starts its parts in order, and stops them."""

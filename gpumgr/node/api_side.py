@@ -1,4 +1,4 @@
-"""The part of the agent that uses the API server: the pods of this node, what is published, and the deletion of refused pods."""
+"""The part of the agent that uses the API server: this node's pods, what is published, and the deletion of refused pods."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ from gpumgr.settings.schema import KubernetesSettings
 
 @dataclass
 class ApiSide:
-    """`pods` implements gpumgr.agent.ports.Pods. Without an API server `pods` is empty and `publisher` is None. The reporters exist after
-    `start`."""
+    """`pods` implements gpumgr.agent.ports.Pods. Without an API server `pods` is empty and `publisher` is None. `start` sets `decisions`
+    and `node`."""
 
     pods: PodCache | NoPods
     publisher: Publisher | None
@@ -41,8 +41,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """A context manager. Raises SettingsError if the kubeconfig can't be used. What is not written when the context ends is published
-        by the next agent, except events."""
+        """Raises SettingsError if the kubeconfig can't be used. What is not written when the context ends, except events, is published by
+        the next agent."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None)
             return
@@ -67,7 +67,7 @@ class ApiSide:
             await server.close()
 
     def watch(self) -> asyncio.Task[None]:
-        """Returns the task that keeps `pods` up to date. The first call starts it; it is cancelled when the context ends."""
+        """Returns the task that keeps `pods` up to date; the first call starts it."""
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self.pods.run() if isinstance(self.pods, PodCache) else asyncio.sleep(0), name="watch"
@@ -75,13 +75,13 @@ class ApiSide:
         return self._watch
 
     def api_queue(self) -> ApiQueueState | None:
-        """The writes that wait for the API server; None: there is no API server."""
+        """The writes that wait for the API server; None without an API server."""
         if self.publisher is None or not isinstance(self.pods, PodCache):
             return None
         return replace(self.publisher.state(), unreadable=self.pods.unreadable)
 
     def start(self, group: asyncio.TaskGroup, components: Components) -> list[asyncio.Task[None]]:
-        """Starts the daemons of this part, and returns their tasks."""
+        """Starts the daemons of this part and returns their tasks."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
         publisher, delete_failed = self.publisher, components.settings.kubernetes.delete_failed_pods
@@ -114,8 +114,8 @@ class ApiSide:
         return tasks
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
-        """The reporters that annotate the node. In mode dra there is none: kube-scheduler chooses the GPUs, and the scheduler extender must
-        not choose them, too."""
+        """The reporters that annotate the node; none in mode dra. There kube-scheduler chooses the GPUs, so the extender must not see an
+        inventory."""
         if components.dra is not None or self.publisher is None:
             return {}
         annotate, settings = self.publisher.annotate, components.settings
@@ -131,7 +131,7 @@ class ApiSide:
         return reporters
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
-        """Applies these settings, which decide what is published from now on."""
+        """Applies these settings to what is published from now on."""
         if isinstance(self.pods, PodCache):
             self.pods.write_events = kubernetes.write_events
         if self.node is not None:
@@ -140,7 +140,7 @@ class ApiSide:
             self.decisions.switch(annotate_pods=kubernetes.annotate_pods, write_events=kubernetes.write_events)
 
     async def wait_synced(self, seconds: float) -> None:
-        """Waits until the pods of this node are known, or the time has passed."""
+        """Waits until this node's pods are known, at most `seconds`."""
         if isinstance(self.pods, PodCache):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""Creates and connects all objects of the agent. Nothing runs or listens then: `lifecycle` starts and stops what is built here."""
+"""Creates and connects all objects of the agent. `lifecycle` starts and stops what is built here."""
 
 import contextlib
 import os
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
     from gpumgr.kubelet.dra_side import DraSide
     from gpumgr.node.api_side import ApiSide
 
-#: If the checkpoint has a note with this name, gpu-manager's allocations are in the ledger.
+#: A checkpoint with this note has gpu-manager's allocations in its ledger.
 TAKEN_OVER = "gpu_manager_taken_over"
 
 
 class Components:
     """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
 
-    `driver` is the DRA driver; None if node.mode is plugin.
+    `driver` is gpumgr's DRA driver; None if node.mode is plugin.
     """
 
     def __init__(
@@ -108,11 +108,10 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: The DRA side that serves remaining claims after a change of node.mode from dra to plugin, or after a loss of the ledger (claims
-        #: may remain then). Else None.
+        #: Serves claims that remain after a change of node.mode from dra to plugin, or that may remain after a loss of the ledger.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
-            from gpumgr.kubelet.dra_registration import DraDriver  # here, since few nodes need it
+            from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
 
             self.former_mode_dra = self._make_dra(DraDriver(settings), server, lost=loaded.lost)
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
@@ -129,11 +128,10 @@ class Components:
         )
         application = partial(make_app, self.read_model, names=(settings.node.name,))
         self.web = PageServer(application, settings.http, unix_socket=settings.http.socket)
-        #: None if the settings disable the display service.
         self.display = self._make_display() if settings.display.enabled else None
 
     def apply(self, settings: Settings) -> None:
-        """Applies new settings. Only keys that can change without a restart may differ (gpumgr/settings/live.py)."""
+        """Applies new settings, which may differ only in live keys (gpumgr/settings/live.py)."""
         self.settings = settings
         set_level(settings.log.level)
         self.api_side.apply(settings.kubernetes)
@@ -217,8 +215,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Makes other containers' bursts end before a container starts. Until then the driver is sampled each second: two samples may be
-        needed, and nvml.sample_period_seconds may be an hour."""
+        """Makes other containers' bursts end before a container starts. This may need two samples, so the driver is sampled each second
+        until then (nvml.sample_period_seconds may be an hour)."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 
@@ -237,8 +235,8 @@ class Components:
         offers_nvidia_names = "replica" in self.resource_lists.lists or profile.mig_resource(self.settings) is not None
 
         async def held_back_by() -> str | None:
-            """The reason not to register yet, or None: the claims of a lost ledger are not adopted, another device plugin has the same
-            resource names, the GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
+            """Why not to register yet: the claims of a lost ledger are not adopted, another device plugin has the same resource names, the
+            GPUs of gpu-manager's pods are unknown, or claims hold GPUs."""
             adopting = await self.former_mode_dra.held_back_by() if self.former_mode_dra is not None else None
             return (
                 adopting
@@ -260,7 +258,7 @@ class Components:
     def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
             raise SettingsError("node.mode dra needs the API server: set kubernetes.enabled to true, or node.mode to plugin")
-        from gpumgr.kubelet.dra_side import ClaimParts, DraSide  # here, since few nodes need it
+        from gpumgr.kubelet.dra_side import ClaimParts, DraSide  # few nodes need it
 
         return DraSide(
             self.settings,
@@ -346,13 +344,12 @@ class Components:
         self.enforcement.freed()
 
     def _remove_folder(self, allocation: AllocationId) -> None:
-        """Removes the host's folder that the container has at /etc/vcuda, if it is empty."""
+        """Removes the host folder of the container's /etc/vcuda, if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.settings.container.allocation_dir / allocation)
 
     async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Looks for GPUs that are gone. Evaluates the sample only after the enforcement backends have recovered their containers and
-        processes."""
+        """Looks for GPUs that are gone. Evaluates the sample only after the backends have recovered their containers."""
         await self.gone_gpus.look()
         if self.enforcement.recovered:
             await self.memory_watcher.evaluate(sample, started)

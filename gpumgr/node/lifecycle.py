@@ -1,9 +1,6 @@
-"""Starts the agent in order, runs it, and stops it. Bugs end the process with a reason; transient errors are retried.
+"""Starts the agent in order, runs it, and stops it ("Start and stop" in docs/design.md).
 
-Start: takes the node's locks, opens the checkpoint, starts the pod cache and the driver at the same time, reconciles with the kubelet,
-opens the web server, then the device plugin's sockets, registers them, and sends READY last. Stop: sends STOPPING; within
-`process.stop_grace_seconds` lets calls in progress end, removes the sockets and writes the history; then releases the locks and shuts NVML
-down.
+Bugs end the process with a reason; transient errors are retried.
 """
 
 import asyncio
@@ -54,25 +51,25 @@ REPORT_SECONDS = 1.0
 #: The interval at which the pods on drained GPUs are looked up.
 EVICT_SECONDS = 60.0
 FIRST_REPORT_SECONDS = 0.1
-#: The number of this parameter of mallopt(3), from malloc.h.
+#: The parameter's number in malloc.h, for mallopt(3).
 _M_MMAP_THRESHOLD = -3
 
 
 async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, source: SettingsSource | None = None) -> None:
     """Runs the agent until `stop` is set. Changed settings are read from `source`.
 
-    Raises what `node_held` raises, CheckpointError, InputError if the settings can't be used, and an ExceptionGroup if a server can't
+    Raises the errors of `node_held`, CheckpointError, InputError if the settings can't be used, and an ExceptionGroup if a server can't
     listen or a daemon ends.
     """
     notifier = Notifier(os.environ)
     log.info("starting", version=__version__, node=settings.node.name, standalone=not settings.kubernetes.enabled)
     driver = None
     if settings.node.mode == "dra":
-        from gpumgr.kubelet.dra_registration import DraDriver  # here, since few nodes need it
+        from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
 
         driver = DraDriver(settings)
-    # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released, so that
-    # the next agent does not wait for their end.
+    # The API side and the driver's session are opened before the locks are taken and closed after their release, so that the next agent
+    # does not wait for their end.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
         second = SecondAgent(
             settings, driver, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch, on_wait=notifier.status
@@ -86,7 +83,6 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
 
 @contextlib.asynccontextmanager
 async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide) -> AsyncIterator[NodeEnforcement]:
-    """Yields the enforcement, and closes the session with the driver at the end."""
     enforcement = NodeEnforcement(settings, hardware, api_side.pods, api_side.publisher)
     try:
         yield enforcement
@@ -101,8 +97,7 @@ async def _enforcement(settings: Settings, hardware: Hardware, api_side: ApiSide
 async def _assembled(
     settings: Settings, hardware: Hardware, driver: "DraDriver | None", api_side: ApiSide, enforcement: NodeEnforcement
 ) -> AsyncIterator[Components]:
-    """Yields the agent, made from the content of the checkpoint, and closes it at the end. The caller holds the node's locks. `driver`
-    None: mode plugin."""
+    """Yields the agent with the state of the checkpoint. The caller holds the node's locks. `driver` is None in mode plugin."""
     async with contextlib.AsyncExitStack() as stack:
         checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir, outlive=(CORDONS_NOTE, SUSPENSIONS_NOTE))
         stack.push_async_callback(checkpoint.close)
@@ -174,7 +169,7 @@ def _start_observers(group: asyncio.TaskGroup, components: Components, source: S
 
 
 async def _reconcile(components: Components) -> None:
-    """Waits for the driver, and adopts what the kubelet has allocated, before any device is offered."""
+    """Waits for the driver, then adopts what the kubelet has allocated. Both happen before any device is offered."""
     api_side, loaded, settings = components.api_side, components.loaded, components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
@@ -191,12 +186,12 @@ async def _reconcile(components: Components) -> None:
     await components.enforcement.recover()
     examined = entries is not None and bool(components.agent_state.inventory.snapshot.gpus)
     if loaded.lost and examined and components.dra is None and components.former_mode_dra is None:
-        with contextlib.suppress(CheckpointError):  # the next start then rebuilds the ledger again
+        with contextlib.suppress(CheckpointError):  # then the next start rebuilds the ledger again
             await components.agent_state.save_note(LOST_NOTE, "")
 
 
 async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
-    """After the loss of the ledger, keeps all MIG devices until the ledger has all containers of the kubelet again."""
+    """After a loss of the ledger, keeps all MIG devices until the ledger has all of the kubelet's containers again."""
     snapshot = components.agent_state.inventory.snapshot
     before = components.loaded.lost or components.loaded.notes.get(INCOMPLETE_NOTE)
     if not before or components.settings.hami.operating_mode != "mig":
@@ -211,14 +206,13 @@ async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
 async def _open_servers(components: Components) -> None:
     """Opens the servers, then offers the devices. Raises ListenError."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc lack these functions
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has these functions
         libc = ctypes.CDLL(None)
-        # The threshold is fixed, since glibc would raise it above the size of asyncio's read buffers (256 KiB) when the first buffer is
-        # freed. Then such buffers would fragment the heap, which does not shrink by itself: in a test with 50,000 random requests the agent
-        # grew by 17 MiB, and by 8 MiB with a fixed threshold.
+        # Otherwise glibc raises the threshold above asyncio's read buffers (256 KiB) when the first one is freed. Such buffers then
+        # fragment the heap: with 50,000 random requests the agent grew by 17 MiB, and by 8 MiB with a fixed threshold.
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
-    # The objects of imported modules are never freed; with them a full collection would block the event loop for tens of milliseconds.
+    # Imported modules are never freed. With their objects a full collection would block the event loop for tens of milliseconds.
     gc.freeze()
     await components.web.start()
     if components.display is not None:
@@ -229,7 +223,7 @@ async def _open_servers(components: Components) -> None:
 
 
 def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: Notifier) -> list[asyncio.Task[None]]:
-    """The daemons that start after reconciliation: they serve the kubelet, enforce the limits and notify the service manager."""
+    """The daemons that start after reconciliation: they serve the kubelet, enforce limits and notify the service manager."""
     leaving = (
         []
         if components.former_mode_dra is None
@@ -249,8 +243,8 @@ def _start_workers(group: asyncio.TaskGroup, components: Components, notifier: N
 
 
 async def _refresh(components: Components, read_model: ReadModel) -> None:
-    """Refreshes what the web pages and metrics show after each sample. If no sample arrives in the sample period and a second more,
-    refreshes it anyway, so that a driver that hangs delays nothing."""
+    """Refreshes what web pages and metrics show after each sample. Without a sample it refreshes 1 s after the sample period, so that a
+    driver that hangs delays nothing."""
     sampled = components.hardware_events.sampled
     while True:
         await read_model.refresh()
@@ -265,7 +259,7 @@ async def _tend(mig_devices: MigDevices) -> None:
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
-    """Continues the drains that were running before a restart, once the pods are known, and evicts pods that become known later."""
+    """Continues drains from before a restart, once the pods are known, and evicts pods that become known later."""
     if isinstance(api_side.pods, PodCache):
         await api_side.pods.wait_synced()
         while True:
@@ -274,7 +268,7 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Reports the status to the service manager. Only this loop feeds the watchdog; it does not depend on NVML or the API server."""
+    """Reports the status to the service manager. Only this loop feeds the watchdog, so it must not depend on NVML or the API server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0
@@ -297,8 +291,8 @@ async def _report(components: Components, notifier: Notifier) -> None:
 
 
 async def _stop(components: Components, grace_seconds: float) -> None:
-    """Lets the kubelet's calls end; everything else may be cancelled afterwards. The kubelet is served as long as possible: as soon as its
-    streams have ended, it refuses pods until the next agent is registered."""
+    """Ends the web server, then the kubelet's calls, and writes the history. The kubelet's streams end late, because the kubelet then
+    refuses pods until the next agent is registered."""
     try:
         async with asyncio.timeout(grace_seconds):
             await asyncio.gather(components.web.stop(), *([] if components.display is None else [components.display.stop()]))

@@ -1,4 +1,4 @@
-"""Builds the enforcement backends from the settings, and connects them to the driver, the container runtime and the driver's files."""
+"""Builds the enforcement backends and connects them to the driver, the container runtime and the driver's files."""
 
 import asyncio
 import contextlib
@@ -50,19 +50,19 @@ log = structlog.get_logger(__name__)
 #: The longest pause between two searches for leftovers of ended containers.
 CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
-#: The interval at which the backends are checked again for obstacles (reasons why a backend can't be used now).
+#: The interval at which backends are checked for obstacles: reasons why a backend can't be used now.
 CHOICE_SECONDS = 60.0
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
 def _libcuda(nvml_library: Path | None) -> str:
-    """The path of libcuda, which is in NVML's folder; if NVML's path is not set, a name that the dynamic linker finds."""
+    """libcuda in NVML's folder. If NVML's path is not set, a name for the dynamic linker."""
     return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
 
 
 def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
-    """NVML with the settings of the section nvml. It does not open the session."""
+    """NVML with these settings; its session is not open."""
     return Nvml(
         library_path=hardware.library_path,
         timeout_seconds=settings.nvml.call_timeout_seconds,
@@ -73,13 +73,13 @@ def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
 
 
 class NodeEnforcement:
-    """The enforcement of this node. `publisher` is None without an API server. The caller closes the session with the driver, `nvml`.
+    """The enforcement of this node. `publisher` is None without an API server. The caller closes the driver's session `nvml`.
 
-    Order of calls: `preload`, if there is time for it; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover`
-    after reconciliation with the kubelet; then `run` as a daemon; `close`.
+    Order of calls: `preload`, if there is time; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover` after
+    reconciliation with the kubelet; `run` as a daemon; `close`.
 
-    `trial`: a folder and a session with the driver, for a check that changes nothing on the node (`gpumgr doctor`). The check calls only
-    `backends` and `close`. The backends write their files into this folder, use this session, and start no daemon.
+    `gpumgr doctor` passes `trial`, a folder and a driver session, and calls only `backends` and `close`. The backends then write only into
+    this folder and start no daemon.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class NodeEnforcement:
         unlimited = (UnlimitedMps(self.mps, self._not_enforced), Unlimited(self._not_enforced))
         self.limits = Enforcer(
             [self._memory, self._limiter, self._hami_core, self.vcuda, self.mps, *unlimited],
-            # Simulated GPUs have no enforcement by default.
             msgspec.structs.replace(chosen, backend="none") if simulated and chosen.backend == "auto" else chosen,
             on_start=self._on_start,
             others_on_gpus=lambda tenant: others_on_gpus(self.agent_state.ledger, tenant),
@@ -152,7 +151,7 @@ class NodeEnforcement:
         )
 
     def suspend_parts(self, sampling_soon: Callable[[], contextlib.AbstractContextManager[None]]) -> Parts:
-        """The parts that suspend containers on this node, for MemoryLimitWatcher."""
+        """What MemoryLimitWatcher needs to suspend containers."""
         run_dir, root = self._settings.enforcement.run_dir, self._proc_root
         library, lock_file = _libcuda(self._settings.nvml.library_path), run_dir / "suspend.lock"
         return Parts(
@@ -177,20 +176,20 @@ class NodeEnforcement:
         )
 
     def backends(self) -> Mapping[str, Backend]:
-        """The backends by name, with the library of HAMi-core that the settings name or that is installed now."""
-        # A library that was installed in the meantime is used without a restart of the agent.
+        """The backends by name, with HAMi-core's library that the settings name or that is installed now."""
+        # A library that was installed since is used without a restart of the agent.
         self._hami_core.supply(*hami_core_library(self._settings))
         return self.limits.backends
 
     async def preload(self) -> None:
-        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. It changes nothing on the
+        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. Changes nothing on the
         node."""
         await self.containers.refresh()
         await self.backends()["hami-core"].unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
-        """Finds the MPS program. The MPS protocol on record stays if a container of the ledger uses MPS, or if the ledger is `lost` and it
-        is unknown whether one does."""
+        """Finds the MPS program. The stored MPS protocol is kept if the ledger has a container that uses MPS, or is `lost`, so that one may
+        exist."""
         self._agent_state = agent_state
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
@@ -203,7 +202,7 @@ class NodeEnforcement:
         await self._choose()
 
     async def _choose(self) -> None:
-        # That the container runtime does not answer is an obstacle for some backends, so its answer is awaited first.
+        # Some backends need the container runtime, so its answer is awaited first.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RUNTIME_SECONDS):
                 await self.containers.refresh()
@@ -213,7 +212,7 @@ class NodeEnforcement:
             self._publisher.annotate(NODE_ANNOTATION, self.limits.described)
 
     async def recover(self) -> None:
-        """After a restart of the agent: takes over the containers that run."""
+        """Takes over the running containers after a restart of the agent."""
         await self.limits.recover(list(tenants(self.agent_state.ledger, self.agent_state.inventory, self._pods)))
         self.recovered = True
 
@@ -264,7 +263,7 @@ class NodeEnforcement:
                 self._not_enforced(tenant, unlimited_message(tenant, f"{limits.cores_by} can't limit GPU {gpu.model}"))
 
     def _not_enforced(self, tenant: GpuShare, message: str) -> None:
-        """Adds an entry to the history that a container runs without limits: one entry, even if the container is restarted."""
+        """Adds to the history that a container runs without limits: once, even if the container restarts."""
         view = find_pod(self._pods, tenant.pod, tenant.pod_uid)
         log.info("not_enforced", allocation=tenant.allocation, holder=tenant.describe())
         uid = tenant.pod_uid or (view.uid if view else None)

@@ -1,15 +1,13 @@
 """One agent per node: the locks, and the second agent of a rolling update.
 
-The second agent loads all that it can without the locks. It reports ready once it waits only for the locks; then the DaemonSet ends the
-first agent. The second agent polls the locks, so it continues some milliseconds after the first one has released them.
+While the first agent holds the locks, the second one opens the driver's session and lists pods and containers, but changes nothing on the
+node. Then it reports ready, and the DaemonSet ends the first agent. The second one polls the locks, so it continues milliseconds after
+their release.
 
-In node mode dra the second agent also registers the DRA driver with sockets of its own. The kubelet sends its calls to the DRA driver that
-registered last; the calls wait until the first agent has ended and the second one has its ledger. If the first agent has pods of mode
-plugin, the second one registers nothing.
+In mode dra the second agent also registers the DRA driver, with its own sockets, unless pods of mode plugin hold GPUs. The kubelet calls
+the DRA driver that registered last; these calls wait until the second agent has its ledger.
 
-While it waits, the second agent opens a session with NVIDIA's driver and lists the pods and the containers, but changes nothing
-on the node. It reads the checkpoint to see whether this version can, and whether pods of mode plugin hold GPUs. It uses nothing else from
-it, since the agent that has the node still writes to it.
+The first agent still writes to the checkpoint. The second one reads it only to check that its version can, and for pods of mode plugin.
 """
 
 import asyncio
@@ -45,10 +43,10 @@ _LOCK_SECONDS: Final = 0.01
 
 @contextlib.asynccontextmanager
 async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator[bool]:
-    """Yields True with the node's locks held, or False if `stop` was set before they were free. While it waits, `second` serves.
+    """Yields True with the node's locks held, or False if `stop` was set first. While it waits, `second` serves.
 
     Raises AlreadyRunning if another agent has this node and this agent may not wait, InputError if the lock file can't be made,
-    ListenError, and what `SecondAgent.wait` raises.
+    ListenError, and the errors of `SecondAgent.wait`.
     """
     with contextlib.ExitStack() as locks:
         try:
@@ -61,8 +59,8 @@ async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator
 
 
 class SecondAgent:
-    """Loads what needs no locks, and serves the probes, and in mode dra the kubelet's registration, while another agent has the node.
-    `watch` returns the task that keeps `pods` up to date; `on_wait` gets the reason of the wait."""
+    """While another agent has the node, loads what needs no locks and serves the probes, in mode dra also the kubelet's registration.
+    `watch` returns the task that keeps `pods` up to date. `on_wait` gets the reason of the wait."""
 
     def __init__(
         self,
@@ -80,12 +78,12 @@ class SecondAgent:
         self._waits_for = ""
         self._holders: str | None = None
         self._driver_trouble: str | None = "no driver was found yet"
-        #: The ledger of the other agent when `_load` read it; None before, or if it was corrupt then.
+        #: The first agent's ledger when `_load` read it. None before, or if it was corrupt then.
         self._ledger: Ledger | None = None
         self._loaded = asyncio.Event()
 
     async def wait(self, locks: contextlib.ExitStack, stop: asyncio.Event, running: AlreadyRunning) -> None:
-        """Returns when the locks are taken or `stop` is set. Raises what `_load` raises."""
+        """Returns when the locks are taken or `stop` is set. Raises the errors of `_load`."""
         self._note_holder(running)
         web = PageServer(make_waiting(self._no_driver, self._not_ready, lambda: self._waits_for), self.settings.http)
         await web.start()
@@ -112,7 +110,7 @@ class SecondAgent:
             log.info("other_agent_ended")
 
     def _note_holder(self, running: AlreadyRunning) -> None:
-        """Stores and logs which agent has the node now. If several agents wait, any of them may get the node next."""
+        """Stores and logs which agent has the node now. If several agents wait, any of them may be next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
         if text != self._waits_for:
             self._waits_for = text
@@ -122,7 +120,7 @@ class SecondAgent:
                 self._driver.plugin.waits_for = f"the new agent {text}"
 
     async def _register(self) -> None:
-        """In mode dra, registers the DRA driver as soon as everything is loaded. From then on the kubelet's calls wait for this agent."""
+        """In mode dra, registers the DRA driver once everything is loaded. From then on the kubelet's calls wait for this agent."""
         if self._driver is None:
             return
         await self._loaded.wait()
@@ -132,7 +130,7 @@ class SecondAgent:
             await self._driver.link.run()
 
     def _not_ready(self) -> list[str]:
-        """Why this agent is not ready. Empty if it waits only for the end of the other agent, which the DaemonSet then causes."""
+        """Why this agent is not ready. Empty if it waits only for the first agent to end."""
         missing = self._no_driver()
         if isinstance(self._pods, PodCache) and not self._pods.synced:
             missing.append("the API server has not listed the pods of this node yet")
@@ -143,15 +141,14 @@ class SecondAgent:
         return [self._driver.link.state.error or "the kubelet has not registered the driver yet"]
 
     def _no_driver(self) -> list[str]:
-        """Why the driver is not available; empty if it answers."""
         return [self._driver_trouble] if self._driver_trouble is not None else []
 
     # -- what needs no locks -----------------------------------------------------------------------------------------------
 
     async def _load(self) -> None:
-        """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and what the
-        watch of the pods raises."""
-        # The other agent may be writing the file now. If the file is still corrupt at the start of this agent, this agent renames it.
+        """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and errors of
+        the pod watch."""
+        # The first agent may be writing the file now. If it is still corrupt when this agent has the node, this agent renames it.
         with suppress(CorruptError):
             self._ledger = (await asyncio.to_thread(read_checkpoint, self.settings.checkpoint.dir)).ledger
         async with asyncio.TaskGroup() as group:
@@ -159,7 +156,7 @@ class SecondAgent:
             group.create_task(self._list_pods())
             group.create_task(self._enforcement.preload())
         gc.collect()
-        gc.freeze()  # done now, since it takes tens of milliseconds, and would delay the take-over later
+        gc.freeze()  # takes tens of milliseconds, which would delay the take-over later
         self._loaded.set()
 
     async def _reach_driver(self) -> None:

@@ -1,8 +1,8 @@
-"""The operator's settings, loaded from three layers: a YAML file, overridden by environment variables, which are overridden by flags. Each
-layer is checked in full before anything starts, so that all errors are reported at once.
+"""Loads the operator's settings from three layers: a YAML file, environment variables, flags. A later layer overrides an earlier one, and
+all errors are reported at once.
 
-The environment variable of a key is GPUMGR_<SECTION>_<KEY>. Its value needs no quotes; the items of a list are separated by commas. The
-value `null`, in the file or in a variable, means the default.
+The variable of a key is GPUMGR_<SECTION>_<KEY>. Its value needs no quotes, and commas separate the items of a list. The value `null`, in
+the file or a variable, means the default.
 """
 
 import math
@@ -27,15 +27,14 @@ __all__ = ["InvalidSettingsError", "Problem", "Settings", "check_settings", "loa
 
 _PREFIX: Final = "GPUMGR_"
 _MAX_SHOWN: Final = 60
-#: The bytes of a slash and the longest name of gpumgr's sockets in the device plugin folder.
+#: A slash and the longest name of gpumgr's sockets in the device plugin folder.
 _OUR_SOCKET_BYTES: Final = 24
-#: Variables that Kubernetes sets in every container for a Service with a name that begins with "gpumgr", as NAME=value. They are not
-#: settings.
+#: NAME=value of the variables that Kubernetes sets for a Service named "gpumgr...". They are not settings.
 _SERVICE_LINK = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=.*|PORT=(tcp|udp|sctp)://.*)")
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One error. `source` is the file, or a description of the layer; `key` is dotted, None if the error concerns no key."""
+    """One error. `source` is the file or the name of the layer. `key` is dotted."""
 
     source: str
     line: int | None = None
@@ -48,7 +47,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidSettingsError(SettingsError):
-    """Some settings are wrong; `problems` has all errors, in the order of the layers."""
+    """`problems` has all errors, in the order of the layers."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -56,7 +55,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: a string is converted to the key's type, as the text of an environment variable."""
+    """The value of a key in one layer. `text`: a string is converted to the key's type."""
 
     key: str
     value: object
@@ -69,7 +68,7 @@ class _Given(msgspec.Struct, frozen=True):
 
 
 def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: Mapping[str, object]) -> Settings:
-    """Settings from a file (None: no file), the environment and flags (`overrides`: dotted key -> typed value or text); later ones win.
+    """Loads the settings. `overrides` are the flags: dotted key -> typed value or text.
 
     Raises InvalidSettingsError with all errors of the three layers.
     """
@@ -106,7 +105,7 @@ def check_settings(path: Path) -> tuple[Problem, ...]:
 
 
 def parse_text(key: str, text: str, source: str) -> object:
-    """Converts `text` to the type of `key`, as for an environment variable. Raises InvalidSettingsError."""
+    """Converts `text` to the type of `key`. Raises InvalidSettingsError."""
     problems: list[Problem] = []
     value = _convert(_Given(key, text, source, text=True), problems)
     if problems:
@@ -117,7 +116,7 @@ def parse_text(key: str, text: str, source: str) -> object:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the closest known word, or all known words."""
     names = list(known)
-    import difflib  # here, since settings without a mistake do not need it
+    import difflib  # correct settings do not need it
 
     close = difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
@@ -127,7 +126,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _convert(given: _Given, problems: list[Problem]) -> object:
-    """The value in the type of its key; None for null. A value that can't be converted adds a problem, and the result is None."""
+    """The value in the type of its key; None for null, and with a new problem if it can't be converted."""
     section, _, key = given.key.partition(".")
     kind = sections()[section][key]
     value = given.value
@@ -157,7 +156,7 @@ def _split(text: str, kind: Any) -> object:
 
 
 def _check_texts(value: object) -> None:
-    """Raises UnicodeEncodeError, a ValueError, for text with lone surrogates, which cannot be printed, stored or sent."""
+    """Raises UnicodeEncodeError, a ValueError, for lone surrogates, which can't be printed, stored or sent."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, str | Path):
             str(item).encode()
@@ -208,7 +207,7 @@ def _from_environment(environ: Mapping[str, str], problems: list[Problem]) -> It
 
 
 def _meant_for_us(variable: str) -> bool:
-    """Whether an unknown variable is probably a mistyped key: it begins with the name of one of the sections."""
+    """Whether an unknown variable is probably a mistyped key."""
     known = tuple(f"{_PREFIX}{section.upper()}_" for section in sections())
     return variable.startswith(known)
 
@@ -252,7 +251,7 @@ def _unknown_section(section: str) -> str:
 def _entries(
     node: yaml.Node | None, path: Path, section: str | None, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value) of a mapping; null counts as an empty mapping, a second entry of one key as an error."""
+    """(key, line, value) of a mapping. Null is an empty mapping; a repeated key is an error."""
     if node is None or is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):
@@ -336,7 +335,7 @@ def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _twice(key: str, items: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Errors of a list of name=value with two values for a name: only the later one would take effect."""
+    """Errors about names with several values in a list of name=value."""
     names = [item.partition("=")[0] for item in dict.fromkeys(items)]
     for name in dict.fromkeys(each for each in names if names.count(each) > 1):
         yield key, f"{name!r} has {names.count(name)} values; allowed: one"

@@ -1,6 +1,6 @@
 """HAMi's resource names and defaults, as the operator set them.
 
-Source: HAMi 2.10, pkg/device/nvidia/device.go: GenerateResourceRequests.
+Source: HAMi 2.10, pkg/device/nvidia/device.go, GenerateResourceRequests.
 """
 
 from typing import Annotated
@@ -19,24 +19,21 @@ ResourceName = Annotated[
 
 
 class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
-    """HAMi's resource names and defaults: keys of the settings' section hami."""
+    """Keys of the section hami. config/gpumgr.yaml explains each."""
 
-    #: The resource by which a container requests a number of GPUs.
     count_resource: ResourceName = "nvidia.com/gpu"
-    #: The resources that say what the container gets of each of these GPUs: memory in MiB, or in percent, and cores in percent.
+    #: What the container gets of each GPU: memory in MiB or in percent, and cores in percent.
     memory_resource: ResourceName = "nvidia.com/gpumem"
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
-    #: The resource that sets the priority of a container on its GPUs.
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: The memory of each GPU, in MiB, for a container that requests no memory (0: all), and the cores, in percent, for a container that
-    #: requests no cores (0: no limit).
+    #: MiB of each GPU for a container that requests no memory (0: all), and percent of its cores without a request (0: no limit).
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.
     memory_factor: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    #: How many times the memory, and the cores, of a GPU can be requested. More than 1 oversubscribes it: each container keeps to what
-    #: it requests, but together they may need more than the GPU has.
+    #: How many times the memory and the cores of a GPU can be requested. Each container is limited to its request, but together they may
+    #: need more than the GPU has.
     device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     #: Neither count nor limit the cores of shares.
@@ -44,5 +41,4 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def amounts(self) -> tuple[str, str, str]:
-        """The resources by which a container requests amounts of each GPU."""
         return self.memory_resource, self.memory_percentage_resource, self.core_resource

@@ -1,10 +1,9 @@
-"""Reads the settings file again when it has changed, and applies what can be applied without a restart.
+"""Reads the settings file again after a change or SIGHUP, and applies the live keys, which take effect without a restart.
 
-- A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A file of a
-  ConfigMap is a link, which the kubelet points to a new folder, so the identity is the identity of the link's target.
-- SIGHUP reads the file at once, changed or not.
-- All or nothing: with one error in the file, none of its settings is applied, and the node gets an event that says so.
-- Neither the content of the file nor a file system that hangs ends or blocks the agent.
+* A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A ConfigMap's file
+  is a link that the kubelet points to a new folder, so the link's target is compared.
+* With one error in the file, none of its settings is applied.
+* Neither the content of the file nor a file system that hangs ends or blocks the agent.
 """
 
 import asyncio
@@ -26,19 +25,19 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: The interval of the checks of the file. The checks run on a thread of their own.
+#: The interval of the checks, which run on a thread of their own.
 CHECK_SECONDS: Final = 2.0
 #: How long the file system may take to answer.
 READ_SECONDS: Final = 15.0
-#: Longest reason in the log and in the event.
+#: The longest reason in the log and in the event, in characters.
 MAX_REASON: Final = 4096
 REJECTED: Final = "rejected"
 RELOADED: Final = "reloaded"
 
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a reload. `settings`: the previous settings with the changed live keys (keys that take effect without a restart).
-    `applied` (live) and `needs_restart`: the dotted keys that differ, in the order of the sections."""
+    """`settings` are the previous settings with the changed live keys. `applied` (live) and `needs_restart` are the dotted keys that
+    differ, in the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]
@@ -63,10 +62,10 @@ def reload(current: Settings, written: Settings) -> Reload:
 
 @dataclass(kw_only=True)
 class SettingsSource:
-    """The settings file. Create it before the settings are read for the first time; call `ask` to have them read again. `read_as`: the
-    identity of the file when it was last read.
+    """The settings file. Create it before the settings are read for the first time. `ask` requests another read. `read_as` is the identity
+    of the file when it was last read.
 
-    `load` reads all layers (file, environment, flags) and raises InputError if something is wrong with them.
+    `load` reads file, environment and flags, and raises InputError if one of them is wrong.
     """
 
     path: Path
@@ -82,8 +81,8 @@ class SettingsSource:
 
 
 class SettingsReloader:
-    """`apply` receives settings that differ from `current` only in live keys. `record` receives, for the history, what happened (REJECTED,
-    RELOADED) and a sentence about it. `run` raises only bugs, and can be called again then."""
+    """`apply` receives settings that differ from the previous ones only in live keys. `record` receives, for the history, REJECTED or
+    RELOADED and a sentence. If `run` raises, which is a bug, it can be called again."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class SettingsReloader:
         self._calls = DaemonCalls("settings")
         self._seen = source.read_as
         self._needs_restart: tuple[str, ...] = ()
-        #: Why the file was rejected when it was last read.
+        #: Why the last read was rejected.
         self._rejected: str | None = None
 
     async def run(self) -> NoReturn:
@@ -112,14 +111,14 @@ class SettingsReloader:
             try:
                 await self._check(read=was_asked)
             except TimeoutError:
-                self._source.read_as = None  # the next check that gets an answer reads the file
+                self._source.read_as = None  # so the next check that gets an answer reads the file
                 self._reject(f"{self._source.path} can't be read: its file system gives no answer", log_again=was_asked)
             except InputError as error:
                 self._reject(str(error), log_again=was_asked)
 
     async def _check(self, *, read: bool) -> None:
         """Reads the file if `read` is true or it has changed, and applies its settings. Raises TimeoutError if the file system hangs, and
-        what reading and applying raise."""
+        the errors of `load`."""
         source = self._source
         before, self._seen = self._seen, await self._call(partial(FileIdentity.at, source.path))
         if read or self._seen == before != source.read_as:
@@ -141,8 +140,8 @@ class SettingsReloader:
         self._rejected, self._needs_restart = None, outcome.needs_restart
 
     def _reject(self, why: str, *, log_again: bool) -> None:
-        """Logs and records that the settings in the file are not applied. If the reason is the same as the last time, it is not recorded
-        again, and it is logged only if `log_again`."""
+        """Logs and records that the file's settings are not applied. The same reason again is not recorded, and is logged only if
+        `log_again`."""
         reason = " ".join(why[:MAX_REASON].split())
         if reason != self._rejected or log_again:
             log.error(

@@ -1,6 +1,4 @@
-"""What the setting node.profile and the section hami mean for the parts of the agent, and which library the backend hami-core uses. If the
-settings name no library, it uses the one that is installed below checkpoint.dir. `gpumgr install library` and the image of
-config/image/hami-core install it there in a folder with its SHA-256 as name, and a link selects it for new containers."""
+"""What the settings mean for the parts of the agent: resources, replicas, MIG devices, and the library of the backend hami-core."""
 
 import os
 import re
@@ -29,47 +27,50 @@ def resource_names(settings: Settings) -> Mapping[Resource, str]:
 
 
 def mig_resource(settings: Settings) -> str | None:
-    """The resource of existing MIG devices (single), or the prefix of their resources, one for each profile (mixed); None: not offered."""
+    """The resource of existing MIG devices (strategy single), or the prefix of their resources (mixed). None: not offered."""
     return {"none": None, "single": settings.hami.count_resource, "mixed": MIG_PREFIX}[settings.node.mig_strategy]
 
 
 def mig_on_demand(settings: Settings) -> Collection[str] | None:
-    """The profiles of the MIG devices that are created for containers (empty: all); None: no MIG devices are created."""
+    """The profiles of the MIG devices that are created for containers (empty: all). None: none are created."""
     wanted = settings.hami.operating_mode == "mig" and "replica" in offered(settings)
     return settings.hami.mig_profiles if wanted else None
 
 
 def mig_offered(settings: Settings) -> bool:
-    """Whether MIG devices are offered or created."""
     return mig_resource(settings) is not None or mig_on_demand(settings) is not None
 
 
 def inner_names(settings: Settings) -> Mapping[str, str]:
-    """Name of a resource in the kubelet's lists -> the name that the agent uses for it. If the settings name another resource than
-    nvidia.com/gpu, nvidia.com/gpu belongs to another plugin and maps to ""."""
+    """The kubelet's name of a resource -> the agent's. If the settings name another resource than nvidia.com/gpu, nvidia.com/gpu belongs to
+    another plugin and maps to ""."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
     return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 
 
 def replica_resources(settings: Settings) -> ReplicaResources | None:
-    """The settings of HAMi's resources; None: this agent does not serve requests of them."""
+    """HAMi's resources; None if this agent does not serve them."""
     return settings.hami if "replica" in offered(settings) else None
 
 
 def had_mode_dra(settings: Settings) -> bool:
-    """Whether an agent has served ResourceClaims on this node: then the driver's folder exists. False if the folder is not mounted."""
+    """Whether gpumgr's DRA driver has run on this node: its folder exists. False if the folder is not mounted."""
     return (settings.kubelet.plugins_dir / DRA_DRIVER).is_dir()
 
 
-#: The name of the link, and of the library in its folder.
+#: The name of the link to the selected library, and of the library in its own folder.
 LIBRARY: Final = "libvgpu.so"
-#: The file with the version, in the folder of an installed library.
+#: The file with the version, beside the library.
 VERSION: Final = "version"
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
 
 def hami_core_library(settings: Settings) -> tuple[Path | None, str | None]:
-    """Path and SHA-256 from the settings. If both are unset there: of the installed library; None, None if there is none."""
+    """Path and SHA-256 from the settings, or else of the installed library (None, None: there is none).
+
+    An installed library is in a folder below checkpoint.dir, named after its SHA-256. A link selects one for new containers. `gpumgr
+    install library` and the image of config/image/hami-core make both.
+    """
     given, folder = settings.hami_core, settings.checkpoint.library_dir
     if given.library_path is None and given.library_sha256 is None:
         with suppress(OSError):  # nothing is installed, or it is not a link

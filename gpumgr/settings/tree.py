@@ -1,6 +1,6 @@
 """Reads a settings file into a tree of YAML nodes with line numbers.
 
-For any content of the file, and any other object at its path, the result is a tree or an error of one sentence.
+Any content, and any other object at the path, gives a tree or an error of one sentence.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,7 @@ import yaml
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.files import read_bounded
 
-#: Several times the size of config/gpumgr.yaml, which has all settings and their comments. PyYAML needs 600 bytes of memory for each byte
-#: of the file, and reads 100 KiB a second.
+#: Several times the size of config/gpumgr.yaml. PyYAML needs 600 bytes of memory per byte of the file, and reads 100 KiB a second.
 MAX_FILE_BYTES: Final = 128 << 10
 _MAX_NAME: Final = 60
 _MAX_SENTENCE: Final = 300
@@ -21,7 +20,7 @@ _NULL: Final = "tag:yaml.org,2002:null"
 
 
 class UnreadableError(SettingsError):
-    """The file, or a value in it, can't be read. `line` counts from 1; None if the error concerns no line."""
+    """The file, or a value in it, can't be read. `line` counts from 1."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -29,7 +28,7 @@ class UnreadableError(SettingsError):
 
 
 def read_tree(path: Path) -> yaml.Node | None:
-    """The one document of the file; None if the file is empty. Raises UnreadableError."""
+    """The document of the file; None if the file is empty. Raises UnreadableError."""
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -38,7 +37,7 @@ def read_tree(path: Path) -> yaml.Node | None:
 
 
 def compose(content: bytes) -> yaml.Node | None:
-    """The one document of a text; None if it is empty. Raises UnreadableError."""
+    """The document of a text; None if it is empty. Raises UnreadableError."""
     loader: yaml.SafeLoader | None = None
     try:
         loader = yaml.SafeLoader(content)
@@ -48,17 +47,17 @@ def compose(content: bytes) -> yaml.Node | None:
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise _no_yaml(said, mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
-        # ReaderError counts characters or bytes, depending on where it failed. A line break is one character and one byte.
+        # ReaderError counts characters or bytes, depending on where it failed. A line break is one of either.
         raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error
-    except Exception as error:  # int() and chr() raise for digits that PyYAML passes on unchecked
+    except Exception as error:  # int() and chr() raise for digits that PyYAML does not check
         raise _no_yaml(_sentence(error), loader.line + 1 if loader is not None else None) from error
     return tree
 
 
 def entries(node: yaml.MappingNode) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value); keys pass through `legible`, and a key that is no scalar is "?"."""
+    """(key, line, value), with keys made `legible`. A key that is no scalar is "?"."""
     for key, value in node.value:
         yield legible(key.value) if isinstance(key, yaml.ScalarNode) else "?", line_of(key), value
 
@@ -73,8 +72,8 @@ def is_null(node: yaml.Node | None) -> bool:
 
 
 def value_of(node: yaml.Node) -> object:
-    """The value of a scalar, or of a list of scalars. Nested values are not accepted, since their aliases could multiply without bound.
-    Raises UnreadableError."""
+    """The value of a scalar, or of a list of scalars. Nested values are refused, because their aliases could multiply without bound. Raises
+    UnreadableError."""
     flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in flat):
         raise UnreadableError("neither a value nor a list of values")
@@ -86,7 +85,8 @@ def value_of(node: yaml.Node) -> object:
 
 
 def legible(text: str, limit: int = _MAX_NAME) -> str:
-    """The text on one line, without lone surrogates and escape sequences, which logs, databases and terminals do not accept."""
+    """The text on one line. Lone surrogates and control characters are escaped, because logs, databases and terminals do not accept
+    them."""
     cut = text if len(text) <= limit else text[:limit] + "..."
     return cut if cut.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
@@ -96,7 +96,7 @@ def _no_yaml(why: str, line: int | None = None) -> UnreadableError:
 
 
 def _sentence(error: Exception) -> str:
-    """The error as one sentence: the first line of a YAMLError or ValueError. Other errors are written as their repr, since their text says
-    too little (a KeyError has only the key)."""
+    """The first line of a YAMLError or ValueError. Other errors are written as their repr, because their text says too little (a KeyError
+    has only the key)."""
     said = str(error).partition("\n")[0]
     return legible(said if isinstance(error, yaml.YAMLError | ValueError) and said else repr(error), _MAX_SENTENCE)

@@ -1,8 +1,8 @@
-"""The credential files of the web server: bearer token, certificate and key, CA of the clients. Changed files are read again, on a thread.
+"""The credential files of the web server: bearer token, certificate and key, CA of the clients.
 
-A changed file that can't be used is logged once for each reason, and is read again until it can be used. A token is invalid until then,
-since removing the file revokes the token. Certificates stay in use: they are replaced file by file, so for a moment certificate and key do
-not match.
+Changed files are read again until they can be used; each reason of a failure is logged once. The token is invalid until then, because
+removing the file revokes it. Earlier certificates stay in use, because certificate and key are replaced one after the other and do not
+match in between.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
-#: The longest time for which a request or a handshake waits for the check of the files; while a check hangs, later requests do not wait.
+#: How long a request or handshake waits for the check of the files. While a check hangs, later requests do not wait.
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")
 
-#: Values that change when a file is written or replaced; None if there is no file.
+#: Changes when a file is written or replaced. None: there is no file.
 _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(ABC, Generic[T]):
-    """The value that `_make` returns for the files `paths`. It is made again when the files have changed; on a thread, since a file system
-    may hang. The constructor raises what `_make` raises."""
+    """The value of `_make` for the files `paths`, made again when they change. Files are read on a thread, because a file system may hang.
+    The constructor raises the errors of `_make`."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
         self._calls = DaemonCalls("web-credentials")
         self._looking: asyncio.Task[None] | None = None
-        #: None if the files could not be used at the last check, because of `_error`.
+        #: None if the files could not be used at the last check (`_error`).
         self._stamp: _Stamp | None = _stamp(*paths)
         self._error: str | None = None
         self._value = self._make()
@@ -53,7 +53,7 @@ class _Files(ABC, Generic[T]):
         """Logs that changed files were read (None), or why they can't be used. Returns the value to use after an error."""
 
     async def current(self) -> T:
-        """Returns within LOOK_SECONDS; simultaneous calls wait for one check of the files."""
+        """Returns within LOOK_SECONDS. Simultaneous calls wait for one check of the files."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="web_credentials")
         await asyncio.shield(self._looking)
@@ -76,7 +76,7 @@ class _Files(ABC, Generic[T]):
             self._error, self._value = str(made), self._report(made)
 
     def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
-        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again: an error of the file system
+        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again. An error of the file system
         may end without a change of the files."""
         if (stamp := _stamp(*self._paths)) == before:
             return None
@@ -87,7 +87,7 @@ class _Files(ABC, Generic[T]):
 
 
 class TokenFile(_Files[bytes | None]):
-    """The file http.token_file; `current` returns the token, or None if the file can't be used now. The constructor raises SettingsError if
+    """The file http.token_file. `current` returns the token; None if the file can't be used now. The constructor raises SettingsError if
     the file has no token."""
 
     def _make(self) -> bytes:
@@ -102,8 +102,7 @@ class TokenFile(_Files[bytes | None]):
 
 
 class Certificates(_Files[ssl.SSLContext]):
-    """The TLS context of a server, which `current` returns for the next connection. `section` is the section of the settings that name the
-    files.
+    """`current` returns the server's TLS context for the next connection. `section` is the section of the settings that names the files.
 
     With `client_ca_file` clients may present a certificate, with `clients_required` they must. The constructor raises SettingsError.
     """
@@ -172,7 +171,7 @@ def _read_token(path: Path) -> bytes:
 
 
 def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
-    """TLS 1.2 and later. Raises SettingsError, which names the file that cannot be used."""
+    """TLS 1.2 and later. Raises SettingsError, which names the file that can't be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -200,7 +199,7 @@ def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path
 
 
 def _trust(section: str, context: ssl.SSLContext, client_ca_file: Path) -> None:
-    """Makes client certificates optional; a certificate that this CA did not sign fails the handshake."""
+    """Makes client certificates optional. One that this CA did not sign fails the handshake."""
     authorities = _read(f"{section}.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))

@@ -1,4 +1,4 @@
-"""Renders the topology tree, with the containers that hold each GPU, as text and as nested dictionaries."""
+"""Renders the topology tree with the containers on each GPU, as text and as nested dictionaries."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,8 @@ from gpumgr.placement.tree import tree_data
 
 
 def graph_text(view: AgentView) -> str:
-    """The tree as `gpumgr topology` prints it; under each GPU its free amounts, why it takes nothing new, and its holders, oldest first.
+    """The tree as `gpumgr topology` prints it. Under each GPU are its free amounts, why it takes nothing new, and its holders, oldest
+    first.
 
     GPUs that the driver does not show are at the end.
     """
@@ -24,8 +25,8 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """Returns `tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has a key `gpus`, too, with the row of its GPU (its
-    position in the driver's list). `gpus` beside `tree` has all GPUs, in the tree or not, with their free amounts and holders."""
+    """Returns `tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has the row of its GPU (the position in the driver's
+    list) in its own key `gpus`. The outer `gpus` has all GPUs, with their free amounts and holders."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,
@@ -89,7 +90,7 @@ def _sentences(view: AgentView, name: GpuName) -> Iterator[str]:
 
 
 def _holder_name(holder: Allocation) -> str:
-    """namespace/pod/container, as far as they are known, or else the pod's UID or the allocation's id."""
+    """namespace/pod/container as far as known, or else the pod's UID or the allocation's id."""
     if holder.pod is None:
         return f"pod uid {holder.uid}" if holder.uid else f"allocation {holder.id}"
     return "/".join((*holder.pod, *([holder.container] if holder.container else ())))

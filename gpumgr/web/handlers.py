@@ -1,6 +1,6 @@
 """The handlers of the pages.
 
-A page shows what is in memory and never waits for the driver, the kubelet or the API server. Only a maintenance request may wait.
+A page shows what is in memory. Only a maintenance request may wait for the driver, the kubelet or the API server.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ from gpumgr.web.state import entries_of
 _HISTORY_SHOWN: Final = 100
 MAX_STREAMS: Final = 64
 HEARTBEAT_SECONDS: Final = 15.0
-#: A comment, which clients ignore; it keeps proxies from closing the connection.
+#: A comment, which clients ignore. It keeps proxies from closing the connection.
 _HEARTBEAT: Final = b":\n\n"
 _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
-#: All metrics of an agent that waits until the former agent of its node has ended.
+#: All metrics of an agent that waits for the node's former agent to end.
 WAITING_METRIC: Final = """\
 # HELP gpumgr_waits_for_agent 1 while this agent waits for the former agent of its node to end. Only that agent has the other metrics.
 # TYPE gpumgr_waits_for_agent gauge
@@ -59,7 +59,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 class Pages:
     def __init__(self, sources: ReadModel, page: IndexPage, *, heartbeat_seconds: float) -> None:
         self._sources, self._page, self._heartbeat_seconds = sources, page, heartbeat_seconds
-        #: The newest state, and its event: encoded once for all streams.
+        #: The newest state, and its event, which is encoded once for all streams.
         self._encoded = (b"", b"")
 
     async def index(self, request: web.Request) -> web.Response:
@@ -72,11 +72,11 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """Always ok: an answer shows that the event loop runs, and the process ends if a daemon ends."""
+        """Always ok. An answer shows that the event loop runs, and the process ends if a daemon ends."""
         return probe_response(request, ())
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """With `?only=driver` the response is about the driver only, as a startup probe needs it."""
+        """`?only=driver` asks only about the driver, for a startup probe."""
         match request.query.get("only"):
             case None:
                 return probe_response(request, self._sources.not_ready(), notes=self._sources.notes())
@@ -98,7 +98,7 @@ class Pages:
         )
 
     async def graph(self, request: web.Request) -> web.Response:
-        """Without `format` the response is gpu-manager's message, which its clients expect."""
+        """Without `format` the response is gpu-manager's message, for its clients."""
         view = self._sources.view()
         match request.query.get("format"):
             case None:
@@ -117,9 +117,11 @@ class Pages:
         return json_bytes(await self._sources.state())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """The state as server-sent events, one per sample period, for every open page; at most MAX_STREAMS at once. A slow client gets the
-        newest state next and skips the states in between. Returns when the client has disconnected, which the next write detects, or when
-        `end_streams` is called."""
+        """The state as server-sent events, one per sample period; at most MAX_STREAMS at once. A slow client misses states and gets the
+        newest.
+
+        Returns when a write detects that the client has disconnected, or after `end_streams`.
+        """
         if self._sources.states.readers >= MAX_STREAMS:
             return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
@@ -127,15 +129,15 @@ class Pages:
             response = web.StreamResponse(headers=_HEADERS)
             if request.transport is None:
                 raise ConnectionResetError("the client went while the state was built")
-            request.transport.set_write_buffer_limits(high=1)  # a write ends when the client has read it
-            with suppress(ConnectionError):  # the client has gone
+            request.transport.set_write_buffer_limits(high=1)  # so a write ends when the client has read it
+            with suppress(ConnectionError):
                 await response.prepare(request)
                 while (event := await self._next_event(states)) is not None and await request[DENIED_NOW]() is None:
                     await response.write(event)
         return response
 
     async def _next_event(self, states: Subscription[bytes]) -> bytes | None:
-        """The next state, or a comment if there is none for a while; None: the stream ends."""
+        """The next state, or a comment if there is none for a while. None: the stream ends."""
         try:
             async with asyncio.timeout(self._heartbeat_seconds):
                 state = await anext(states)
@@ -148,7 +150,7 @@ class Pages:
         return self._encoded[1]
 
     async def end_streams(self, _app: web.Application) -> None:
-        """Ends every stream with a complete response; for `on_shutdown` of the application."""
+        """Ends every stream with a complete response, at the application's shutdown."""
         self._sources.states.end_readers()
 
     async def history(self, request: web.Request) -> web.Response:
@@ -161,7 +163,7 @@ class Pages:
             entries = entries_of(self._sources.view().ledger, entries, (namespace, pod))
         limit = _number(request, "limit", _HISTORY_SHOWN, HISTORY_ENTRIES)
         chosen = entries[: -limit - 1 : -1]
-        # A thousand entries of a node with many GPUs are a megabyte, so they are encoded on another thread.
+        # A thousand entries of a node with many GPUs are a megabyte, so a thread encodes them.
         return json_bytes(await asyncio.to_thread(msgspec.json.encode, chosen))
 
     async def pod(self, request: web.Request) -> web.Response:
@@ -184,7 +186,6 @@ class Pages:
         return json_response(await run_shielded(self._sources.maintain(wanted), name=f"maintenance_{wanted.action}"))
 
 
-#: The paths that can be read.
 _READ: Final[Mapping[str, tuple[Scope, Callable[[Pages, web.Request], Awaitable[web.StreamResponse]]]]] = {
     "/": ("page", Pages.index),
     "/metrics": ("metrics", Pages.metrics),
@@ -212,7 +213,7 @@ def make_app(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
-    """`policy`: the rules for remote clients. `names`: the names of this host that a request over loopback may have as its `Host`."""
+    """`policy`: the rules for remote clients. `names`: this host's names, valid as `Host` of loopback requests."""
     pages = Pages(sources, IndexPage(page), heartbeat_seconds=heartbeat_seconds)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
     app = web.Application(
@@ -256,8 +257,8 @@ def make_waiting(
 
 
 def probe_response(request: web.Request, reasons: Sequence[str], *, notes: Sequence[str] = ()) -> web.Response:
-    """Status 200 without reasons, 503 with them; `notes` are shown with either. Clients that may not read the pages get only the number
-    of reasons: the sentences contain paths and the driver's errors."""
+    """Status 503 if there are reasons, else 200. Clients that may not read the pages get only numbers, because reasons and `notes` contain
+    paths and the driver's errors."""
     detail = {"reasons": [*reasons, *notes]} if request[TRUSTED] else {"reason_count": len(reasons) + len(notes)}
     return json_response({"status": "failing" if reasons else "ok", **detail}, status=503 if reasons else 200)
 

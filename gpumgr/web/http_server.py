@@ -1,7 +1,7 @@
-"""The HTTP server of agent, scheduler and claims controller: sockets, TLS, limits, start and stop.
+"""The HTTP server of agent, scheduler and claims controller.
 
 It accepts connections itself and hands each one to aiohttp. So a connection counts before its TLS handshake, and each handshake uses the
-certificates that are valid at that time.
+certificates that are valid then.
 """
 
 import asyncio
@@ -29,25 +29,23 @@ from gpumgr.web.responses import failure
 
 _log = structlog.get_logger(__name__)
 
-# asyncio allocates this buffer for each connection before the handshake, so for unknown clients, too. With asyncio's default of 256 KiB,
-# 4096 connections take 1 GiB.
+# asyncio allocates this buffer before the handshake, so for unknown clients, too. With its default of 256 KiB, 4096 connections take 1 GiB.
 asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 
 #: How long the rest of a refused body is read. Otherwise a client that still sends might never read the response.
 _LINGER_SECONDS: Final = 2.0
-#: The pause after a failure to accept: accepting fails as long as the process has no file descriptor left.
+#: The pause after a failure to accept, for example without a free file descriptor.
 _PAUSE_SECONDS: Final = 1.0
-#: aiohttp's own log is off: it would have a traceback for each client that sends something other than HTTP. The server itself logs errors
-#: of handlers.
+#: aiohttp would log a traceback for each client that does not send HTTP. The server itself logs errors of handlers.
 _AIOHTTP_LOG: Final = logging.getLogger("gpumgr.web.aiohttp")
 _AIOHTTP_LOG.disabled = True
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`connections`: the most connections; further TCP connections are closed at once. Unix connections count, but are never refused.
+    """`connections`: further TCP connections are closed at once. Unix connections count, but are never refused.
 
-    A connection ends if its handshake, or afterwards its first request's headers, take more than `request_seconds`; if it is idle for
-    `idle_seconds`; or if the client leaves a response unread for `unread_seconds`. For `stop_seconds` see `HttpServer.stop`.
+    A connection ends if its handshake or its first request's headers take more than `request_seconds`, if it is idle for `idle_seconds`, or
+    if the client leaves a response unread for `unread_seconds`. `stop_seconds`: see `HttpServer.stop`.
     """
 
     connections: int = 512
@@ -58,9 +56,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpServer:
-    """Serves an application on a TCP address, and on a unix socket without TLS, between `start` and `stop`.
+    """Serves an application on a TCP address, and on a unix socket without TLS.
 
-    `port` 0 takes a free port, which `address` returns. `tls` None: plain HTTP. Must be created inside the event loop.
+    Port 0 takes a free port, which `address` returns. Without `tls` it serves plain HTTP. Create it inside the event loop.
     """
 
     def __init__(
@@ -91,15 +89,15 @@ class HttpServer:
         self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections without a request yet, with the deadline for the first request (the event loop's clock).
+        #: Connections without a request yet -> the deadline for it (the event loop's clock).
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
-        #: Since the start: connections above the limit; requests of clients that disconnected before the response.
+        #: Connections above the limit; requests of clients that disconnected before the response.
         self.connections_refused = 0
         self.disconnects = 0
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the first listening socket. Raises RuntimeError unless it listens."""
+        """Host and port of the first listening socket. Raises RuntimeError if there is none."""
         for name in self._tcp_names():
             return str(name[0]), int(name[1])
         raise RuntimeError("the web server does not listen")
@@ -111,7 +109,7 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """The number of connections that are open now, over TCP and the unix socket."""
+        """The open connections, over TCP and the unix socket."""
         server = self._runner.server
         return len(self._starting) + (len(server.connections) if server is not None else 0)
 
@@ -134,8 +132,8 @@ class HttpServer:
         self._daemons.append(asyncio.create_task(persistently(name, work), name=name))
 
     async def stop(self) -> None:
-        """Closes the listening sockets at once, and all connections when their requests have ended. After `stop_seconds` it no longer waits
-        for bodies, and after twice that time it cancels the requests. May be called twice, or without `start`."""
+        """Closes the listening sockets at once, and each connection when its request has ended. After `stop_seconds` it does not wait for
+        bodies, and after twice that time it cancels requests. May be called twice, or without `start`."""
         for task in self._daemons:
             task.cancel()
         if self._daemons:
@@ -207,7 +205,7 @@ class HttpServer:
         self._silent[transport] = loop.time() + limits.request_seconds
 
     async def _end_silent(self) -> None:
-        """Closes connections that have sent no request in time. One loop checks all of them: timers would outlive short connections, and
+        """Closes connections that have sent no request in time. One loop checks all, because timers would outlive short connections and
         take memory during a flood."""
         loop = asyncio.get_running_loop()
         while True:
@@ -239,10 +237,10 @@ class HttpServer:
 
 
 class PageServer(HttpServer):
-    """Serves the pages of a process under the rules of the settings' section `http`.
+    """Serves the pages of a process under the rules of the section `http`.
 
-    `make_app` gets a function that returns the current policy for remote clients. The constructor reads the section's files, and
-    raises SettingsError if a file can't be used.
+    `make_app` gets a function that returns the current policy for remote clients. The constructor raises SettingsError if a file of the
+    section can't be used.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Opens the listening sockets: the configured address, also 127.0.0.1 if the address accepts no loopback connections, and the unix socket
-for root."""
+"""Opens the listening sockets: the configured address, 127.0.0.1 if that address excludes it, and the unix socket for root."""
 
 import asyncio
 import socket
@@ -14,7 +13,7 @@ from gpumgr.common.unix_socket import UnixSocket
 
 _log = structlog.get_logger(__name__)
 
-#: Connections that wait to be accepted; enough for a burst of calls of kube-scheduler. The kernel may allow fewer.
+#: Connections that wait to be accepted: enough for a burst of kube-scheduler. The kernel may allow fewer.
 _BACKLOG: Final = 1024
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -24,8 +23,8 @@ class ListenError(InputError):
 
 
 async def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listens on all addresses of `host`, and on 127.0.0.1 if no address accepts loopback connections. `port` 0: a free port, the same
-    for all addresses.
+    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them accepts loopback connections. Port 0 is one free port for all
+    addresses.
 
     Raises ListenError; no socket stays open then.
     """
@@ -34,7 +33,7 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             port = port or (listeners[0].getsockname()[1] if listeners else 0)
-            # "::" means all addresses, also of IPv4; a name may have addresses of both families.
+            # "::" means all addresses, also of IPv4. A name may have addresses of both families.
             both = address[0] == "::" and len(found) == 1 and socket.has_dualstack_ipv6()
             place = (address[0], port, *address[2:])
             listeners.append(socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both))
@@ -54,7 +53,7 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
 
 
 def _listen_loopback(port: int) -> list[socket.socket]:
-    """Listens on 127.0.0.1. Empty if that fails: the pages are still served at the configured address."""
+    """Listens on 127.0.0.1. Empty if that fails: the configured address still serves the pages."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)]
     except OSError as error:
@@ -65,7 +64,7 @@ def _listen_loopback(port: int) -> list[socket.socket]:
 
 
 def listen_unix(unix: UnixSocket) -> socket.socket:
-    """Listens on the unix socket and creates its folder. Raises ListenError."""
+    """Listens on the unix socket and makes its folder. Raises ListenError."""
     try:
         unix.path.parent.mkdir(parents=True, exist_ok=True)
         listener = unix.bind()

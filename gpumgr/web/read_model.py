@@ -67,10 +67,10 @@ class Components(Protocol):
 
 
 class ReadModel:
-    """The data of the pages; each request reads from it.
+    """The data of the pages.
 
-    `api_queue` returns the state of the queue to the API server (None: there is no API server). `connections` returns three numbers of the
-    web server: open connections, refused connections, and clients that disconnected before their response was complete.
+    `api_queue` returns the state of the queue to the API server (None without an API server). `connections` returns the web server's
+    numbers: open connections, refused ones, clients that disconnected before their response was complete.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class ReadModel:
     # -- once a sample period ----------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Renders /metrics and /api/state, if they have readers."""
         await self._exposition.refresh()
         if self._states.readers:
             async with self._rendering:
@@ -149,7 +148,7 @@ class ReadModel:
         return await self._exposition.scrape(accept, accept_encoding)
 
     def not_ready(self) -> Sequence[str]:
-        """Reasons why the node cannot run pods with GPUs now; empty if it can."""
+        """Why the node can't run pods with GPUs now; empty if it can."""
         reasons = [
             f"{kind} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
             for kind, state in self._components.link.states.items()
@@ -158,17 +157,17 @@ class ReadModel:
         return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
 
     def _unlisted(self, *, some: bool) -> tuple[str, ...]:
-        """The sentence about GPUs that the driver does not list. `some`: only if it lists other GPUs; not `some`: only if it lists none."""
+        """The sentence about GPUs that the driver does not list. With `some` only if it lists other GPUs, else only if it lists none."""
         snapshot = self._components.agent_state.inventory.snapshot
         sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
 
     def notes(self) -> Sequence[str]:
-        """What `/readyz` shows in addition to the reasons: what the node lacks although it can run pods with GPUs."""
+        """What the node lacks although it can run pods with GPUs."""
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
-        """What is wrong with the node's ResourceSlice. `offered`: only if it still offers GPUs; not `offered`: only if not."""
+        """What is wrong with the node's ResourceSlice. With `offered` only if it still offers GPUs, else only if not."""
         if self._components.dra is None:
             return ()
         state = self._components.dra.publisher.state
@@ -180,7 +179,7 @@ class ReadModel:
         return () if trouble is None else (trouble,)
 
     def no_driver(self) -> Sequence[str]:
-        """Why the driver is not available; empty while it responds."""
+        """Why the driver is not available; empty while it answers."""
         hardware = self._components.hardware_events
         if hardware.driver_up:
             return ()
@@ -201,11 +200,11 @@ class ReadModel:
 
     @property
     def states(self) -> LatestValue[bytes]:
-        """/api/state as JSON, published once per sample period while there are subscribers; b"" before the first rendering."""
+        """/api/state as JSON, published once per sample period while there are subscribers; first b""."""
         return self._states
 
     async def state(self) -> bytes:
-        """The JSON of /api/state, not older than a sample period; `states` then has it, too."""
+        """The JSON of /api/state, not older than a sample period. `states` then has it, too."""
         async with self._rendering:
             if time.monotonic() - self._rendered_at >= self._components.settings.nvml.sample_period_seconds:
                 await self._render()
@@ -220,7 +219,6 @@ class ReadModel:
         return self._components.agent_state.history.entries()
 
     def pod(self, namespace: str, pod: str) -> PodDetails | None:
-        """What is known of a pod; None: nothing."""
         return pod_details(self.report(), self._pods.get((namespace, pod)), namespace, pod, self.history())
 
     async def maintain(self, wanted: MaintenanceRequest) -> MaintenanceResult:

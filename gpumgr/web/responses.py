@@ -1,7 +1,6 @@
-"""JSON responses with the headers that every response has, the Accept headers of requests, and the middleware around each page:
-authorization, the size of the request's body, and errors as JSON.
+"""JSON responses, the page at /, and the middleware around each page: authorization, the size of the body, and errors as JSON.
 
-The page at /: one file that loads no other file; its Content-Security-Policy allows only its own scripts and styles.
+The page is one file that loads no other file. Its Content-Security-Policy allows only its own scripts and styles.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ async def on_response_prepare(_request: web.Request, response: web.StreamRespons
 
 
 def add_common_headers(response: web.StreamResponse) -> None:
-    """Sets headers against caching, framing, content sniffing and referrers, and hides the server's version. A page may set its own
+    """Sets headers against caching, framing, content sniffing and referrers, and hides the server's version. A page may have its own
     Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
     response.headers["Cache-Control"] = "no-store"
@@ -49,32 +48,31 @@ def add_common_headers(response: web.StreamResponse) -> None:
 
 
 def accepts(header: str, name: str) -> bool:
-    """Whether an Accept or Accept-Encoding header names this format. As in Prometheus' own client library, weights are not compared."""
+    """Whether an Accept or Accept-Encoding header names this format. Weights are ignored, as in Prometheus' client library."""
     return any(entry.partition(";")[0].strip().lower() == name for entry in header.split(","))
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-#: The body of a maintenance request has some hundred bytes; a request for a page has no body.
+#: A maintenance request has some hundred bytes, a request for a page none.
 MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
 TRUSTED: Final = web.RequestKey("trusted", bool)
-#: Key of a request. Its value is a coroutine function that checks the request again, with the credentials in force then. It returns the
-#: response that denies the request; None: the request is allowed.
+#: Key of a request: a coroutine function that checks the request again with the present credentials. It returns the response that denies
+#: the request, or None.
 DENIED_NOW: Final = web.RequestKey("denied_now", partial)
-#: A client sends this in place of `Authorization`, which Kubernetes' API server removes from the requests that it forwards.
+#: Replaces `Authorization`, which Kubernetes' API server removes from requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
-#: Maps the family of a connection's socket and the peer's address to the client's origin.
+#: (family of the socket, the peer's address) -> origin.
 OriginOf = Callable[[int, Any], Origin]
 
 
 def make_middleware(
     scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str], *, origin_of: OriginOf = origin_of
 ) -> Middleware:
-    """`scopes` maps canonical paths to scopes; other paths count as "page". `policy` is read for remote clients; `names`: this
-    host's names."""
+    """`scopes`: canonical path -> scope; other paths count as "page". `policy` is read for remote clients. `names`: this host's names."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -152,7 +150,6 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> web.Respons
 
 
 def _last(response: web.Response) -> web.Response:
-    """The response, after which the connection is closed."""
     response.force_close()
     return response
 
@@ -163,7 +160,7 @@ _INLINE: Final = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1\s*>", re.DOTALL |
 
 
 class IndexPage:
-    """The file is read and compressed once; aiohttp's `enable_compression` would compress it for each request."""
+    """Reads and compresses the file once. aiohttp's `enable_compression` would compress it for each request."""
 
     def __init__(self, path: Path = PAGE) -> None:
         self.plain = path.read_bytes()
@@ -181,9 +178,9 @@ class IndexPage:
 
 
 def page_policy(html: str) -> str:
-    """The Content-Security-Policy that allows this file's own scripts and styles, data from its own origin, and no frames.
+    """The Content-Security-Policy that allows this file's own scripts and styles, data of its own origin, and no frames.
 
-    It forbids attributes (`style="..."`, `onclick="..."`); what a script sets through the DOM is allowed.
+    It forbids attributes (`style="..."`, `onclick="..."`), but not what a script sets through the DOM.
     """
     inline = [(tag.lower(), text) for tag, text in _INLINE.findall(html.replace("\r\n", "\n"))]
     rules = {
@@ -200,6 +197,6 @@ def page_policy(html: str) -> str:
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """The source `'sha256-...'` for each text (https://www.w3.org/TR/CSP3/#framework-directive-source-list)."""
+    """The source `'sha256-...'` of each text (https://www.w3.org/TR/CSP3/#framework-directive-source-list)."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

@@ -1,10 +1,9 @@
 """The documents about a node and about one pod: pure functions of a report and the history.
 
-A value that is not known is null. Samples taken before the driver became unavailable are null, too, since they may be outdated.
+An unknown value is null. Samples from before the driver became unavailable are null, too, because they may be outdated.
 
-A pod has its request, its allocations, and what happened to it and to its GPUs. Pods of one name may follow each other: `uid` is the UID of
-the newest pod, and each allocation and entry has the UID of its own pod. A static pod has its mirror pod's UID; the kubelet's own UID
-means the same pod.
+Pods of one name may follow each other. `uid` is the newest pod's UID, and each allocation and entry has the UID of its own pod. A static
+pod has its mirror pod's UID.
 """
 
 import sys
@@ -40,7 +39,7 @@ from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.tree import Group, build_tree, indices
 
-#: The number of newest entries in the document; /api/history has all.
+#: Newest entries in the document; /api/history has all.
 HISTORY_SHOWN: Final = 50
 
 _NO_USE: Final = NodeUse()
@@ -48,7 +47,7 @@ _NO_SAMPLE: Final = GpuSample(uuid="")
 
 
 def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Callable[[], float] = time.monotonic) -> NodeState:
-    """The document of /api/state. `history` is oldest first; `clock` returns monotonic seconds, for the age of the sample."""
+    """The document of /api/state. `history` is oldest first. `clock` is monotonic, in seconds."""
     snapshot = report.view.inventory.snapshot
     topology, rows = snapshot.topology, range(len(snapshot.topology))
     return NodeState(
@@ -65,7 +64,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
         nvlinks=_nvlinks(topology),
         levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
         gpus=tuple(gpu_rows(report)),
-        # GPUs that the driver lists and cannot describe, and that were never registered: they have no name.
+        # GPUs that the driver lists but can't describe, and that were never registered, have no name.
         failures=tuple(
             Failure(index=failure.index, uuid=failure.uuid, message=failure.reason)
             for failure in report.view.inventory.unnamed(report.view.ledger.gpu_registry)
@@ -95,7 +94,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
 
 
 def gpu_rows(report: NodeReport) -> list[GpuRow]:
-    """A row for each registered GPU. A GPU stays registered after its removal from the node, until it is forgotten."""
+    """A row for each registered GPU. A GPU that was removed from the node stays registered until it is forgotten."""
     view, unschedulable = report.view, report.unschedulable()
     samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []
@@ -146,7 +145,7 @@ def _tree(node: Group | int, labels: Sequence[str]) -> TreeNode:
 
 
 def _registered(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]]:
-    """Every registered GPU with what the driver shows of it now (None: nothing)."""
+    """Every registered GPU with what the driver shows of it now."""
     gpu_registry = report.view.ledger.gpu_registry
     shown = report.view.inventory.gpus(gpu_registry)
     return {registered.name: (registered, shown.get(registered.name)) for registered in gpu_registry.gpus}
@@ -182,18 +181,18 @@ def _health(report: NodeReport, now: float) -> AgentHealth:
     )
 
 
-#: The pod of an allocation or entry: name and UID, where they are known.
+#: The pod of an allocation or entry: name and UID, where known.
 Holder = tuple[PodKey | None, str | None]
 
 
 def pod_details(
     report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[HistoryEntry]
 ) -> PodDetails | None:
-    """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod of this name (None: there is none),
-    `history` is oldest first.
+    """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod of this name, `history` is oldest
+    first.
 
-    The history has the entries of all pods of this name, and the entries of their GPUs from the first to the last of these, or from the
-    first one on while there is an allocation.
+    The document's history has the entries of all pods of this name. It also has the entries of their GPUs between the first and the last of
+    these, or up to now while there is an allocation.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -238,12 +237,12 @@ def pod_details(
 
 
 def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> list[HistoryEntry]:
-    """The entries about pods of this name, also those from before the name was known."""
+    """The entries about pods of this name, also from before the name was known."""
     return [entry for entry, holder in _with_holders(_holders(ledger, history), history) if holder[0] == pod]
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation as it was named last: some are granted before the pod's name is known, or with a wrong name."""
+    """The pod of each allocation as it was named last. Some are granted with a wrong name, or before the name is known."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 
@@ -253,6 +252,5 @@ def _with_holders(holders: dict[AllocationId, Holder], history: Sequence[History
 
 
 def _uids(pod: PodKey, view: PodView | None, holders: Sequence[Holder]) -> set[str]:
-    """All UIDs that pods of this name had."""
     known = {uid for name, uid in holders if name == pod and uid}
     return known | {uid for uid in (view.uid, view.runtime_uid) if uid} if view else known

@@ -1,11 +1,10 @@
-"""The agent's metrics: counts events when they happen, and renders gauges from the latest report of the node.
+"""The agent's metrics: counters of events, and gauges from the latest report of the node.
 
-Every label has a bounded set of values: resources, outcomes and reasons are fixed, and only the GPUs, pods and containers that the node has
-now are shown. Counters only grow, also when a resource is registered again.
+Every label has a bounded set of values: fixed resources, outcomes and reasons, and the present GPUs, pods and containers. Counters only
+grow, also when a resource is registered again.
 
-`Exposition` answers scrapes: pages are rendered on a thread once a sample period, then sent as ready bytes. A format that was not scraped
-for a while is not rendered until its next scrape. No scrape calls NVML or the kubelet, or reads a file other than the process's own in
-/proc. Rendering releases the GIL often, so that an Allocate call does not wait until it has ended.
+`Exposition` answers scrapes. It renders pages on a thread once a sample period, but only formats that were scraped recently. A scrape calls
+neither NVML nor the kubelet. Rendering releases the GIL often, so that an Allocate call does not wait for its end.
 """
 
 import asyncio
@@ -42,9 +41,9 @@ OUTCOMES: Final = ("ok", *get_args(RefusalCode), "cancelled")
 _CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
 _SUSPENSION_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-#: XIDs above every number that NVIDIA has assigned are counted together.
+#: NVIDIA has assigned no higher XID; higher ones are counted together.
 _LAST_XID: Final = 999
-#: Enforcement backends and their findings; all other values are counted as "other".
+#: All other values are counted as "other".
 BACKENDS: Final = get_args(BackendName)
 FINDINGS: Final = get_args(FindingCode)
 #: The resources of a node with the profile tencent.
@@ -53,19 +52,18 @@ VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
 #: RPC of the DRA plugin API -> name in its metrics.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
-#: Families that are rendered from a report; not every report has all of them.
+#: Families that are rendered from a report, which may lack some.
 _REPORT_FAMILIES: Final = (*node_metrics.FAMILIES, *containers.FAMILIES)
 _DEFAULT_NAMES: Final = MetricsSettings()
 Clocks = tuple[Callable[[], float], Callable[[], float]]
 
 
 class Metrics:
-    """All metrics of the agent. The methods are for the event loop and do not block, except `render`, which is for a thread.
+    """All metrics of the agent. No method blocks, except `render`, which is for a thread.
 
-    `node` is the Kubernetes node's name, `pods` returns the known pods of the node. `names` selects the gauges of gpu-manager and HAMi,
-    `process` adds memory, CPU time and file descriptors of this process. `resources` maps the offered resources to their names.
-    `driver` is the name of the DRA driver on a node in mode dra; it then replaces `resources`.
-    `clocks`: monotonic, and unix time, in seconds.
+    `node` is the Kubernetes node's name, `pods` returns its known pods. `names` selects the gauges of gpu-manager and HAMi. `process` adds
+    memory, CPU time and file descriptors of this process. `resources` maps the offered resources to their names; in mode dra, `driver`, the
+    DRA driver's name, replaces them. `clocks`: monotonic and unix time, in seconds.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Metrics:
         self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
 
     def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
-        """`served`: the RPCs of the node's mode. All their series exist from the start, so that a first event shows as an increase."""
+        """`served`: the RPCs of the node's mode. Their series exist from the start, so that a first event shows as an increase."""
         self._served: dict[str, tuple[Counter, Histogram]] = {}
         self._requests: dict[tuple[str, str, str], Counter] = {}
         self._seconds: dict[tuple[str, str], Histogram] = {}
@@ -146,7 +144,6 @@ class Metrics:
         return Gauge(family.name, about, labels, registry=self._registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
-        """`name` ends in `_total`."""
         family = self._declare(prometheus_text.counter(name, about, *labels))
         return Counter(family.name, about, labels, registry=self._registry)
 
@@ -160,11 +157,11 @@ class Metrics:
 
     @property
     def families(self) -> Sequence[Family]:
-        """All families with names of gpumgr, without the families with names of gpu-manager and HAMi."""
+        """All families except gpu-manager's and HAMi's."""
         return (*self._counted, *_REPORT_FAMILIES)
 
     def apply(self, names: MetricsSettings) -> None:
-        """Sets which names of gpu-manager and HAMi `render` shows, from its next call on."""
+        """Sets which names of gpu-manager and HAMi `render` shows from now on."""
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
@@ -190,8 +187,7 @@ class Metrics:
         self._drift.labels(what).inc(count)
 
     def linked(self, kind: str, *, registered: bool, registrations: int) -> None:
-        """The registration of a resource, or of the DRA driver, changed. `registrations` counts successful ones since the start of the
-        process."""
+        """The registration of a resource or of the DRA driver changed. `registrations` counts successful ones since the process's start."""
         self._registered.labels(self._resources[kind]).set(registered)
         self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
         self._counted_registrations[kind] = registrations
@@ -208,7 +204,7 @@ class Metrics:
         self._over_limit.inc()
 
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
-        """A container's memory was moved to the host's (suspend), or back (resume)."""
+        """A container's memory was moved to the host (suspend) or back (resume)."""
         self._suspensions.labels(operation).observe(seconds)
         self._moved_bytes.labels(operation).inc(memory_bytes)
 
@@ -235,7 +231,7 @@ class Metrics:
         self._report = (report, tuple(self._pods()))
 
     def render(self) -> Iterator[RenderedFamily]:
-        """Yields each family once. This takes milliseconds: call it on a thread, and on one thread at a time."""
+        """Yields each family once. Takes milliseconds: call it on one thread at a time, not on the event loop."""
         report, pods = self._report
         yield from render_agent(report, sampled_at=self._sampled_at(report))
         if report is not None:
@@ -248,7 +244,7 @@ class Metrics:
         yield from map(render_metric, self._registry.collect())
 
     def _sampled_at(self, report: NodeReport | None) -> float | None:
-        """The unix time of the sample, computed from its age: it stays correct when the wall clock is set after the sample."""
+        """The unix time of the sample, computed from its age. So it stays correct when the wall clock is set after the sample."""
         if report is None or report.sampled_at is None:
             return None
         monotonic, wall = self._clocks
@@ -256,16 +252,16 @@ class Metrics:
 
 
 def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Name, type, labels (without `le` of histograms) and help of all families with the prefix `gpumgr_`, sorted by name."""
+    """Name, type, labels (without `le`) and help of all families with the prefix `gpumgr_`, sorted by name."""
     families = Metrics(node="", version="", process=False).families
     return sorted((family.name, family.kind, family.labels, family.about) for family in families)
 
 
 # -- scrapes -------------------------------------------------------------------------------------------------------------------
 
-#: A format is rendered for this long after its last scrape: longer than a usual scrape interval.
+#: A format is rendered for this long after its last scrape, which is longer than a usual scrape interval.
 WANTED_SECONDS: Final = 150.0
-#: The fastest level: higher levels save few bytes of such text.
+#: The fastest level. Higher ones save few bytes of such text.
 _GZIP_LEVEL: Final = 1
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 #: Whether the format is OpenMetrics -> the Content-Type.
@@ -278,8 +274,8 @@ _Variant = tuple[bool, bool]
 
 
 class Exposition:
-    """Pages of the metrics. `refresh` is called once a sample period, `scrape` for each request; both on the event loop. `report` returns
-    the report to render; None: there is none yet."""
+    """Pages of the metrics. Call `refresh` once a sample period and `scrape` for each request, both on the event loop. `report` returns the
+    report to render; None: there is none yet."""
 
     def __init__(
         self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic
@@ -304,7 +300,7 @@ class Exposition:
         if packed:
             headers["Content-Encoding"] = "gzip"
         if variant not in self._pages:
-            async with self._lock:  # scrapes that come together wait for one rendering
+            async with self._lock:  # simultaneous scrapes wait for one rendering
                 if variant not in self._pages:
                     self._pages |= await self._render(variant)
         return headers, self._pages[variant]

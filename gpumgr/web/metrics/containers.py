@@ -1,7 +1,7 @@
-"""Metrics of containers: what they hold, use and may use. Pure functions of a report. A container that left the ledger has no series.
+"""Metrics of containers: what they hold, use and may use. Pure functions of a report.
 
-Only shares have limits; a container with whole GPUs has no series of limits. The limiter lets containers launch in turns: only containers
-that it limits have series of their turns.
+A container outside the ledger has no series. Only containers that share a GPU have series of limits, and only containers of the limiter
+have series of turns (the times in which it lets a container launch).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.ledger import Ledger, holdings
 from gpumgr.ledger.node_use import ContainerUse, TurnUse
 
-#: The labels of every series about one container on one GPU.
 CONTAINER_LABELS: Final = ("namespace", "pod", "container", "gpu")
 
 
@@ -27,8 +26,8 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """Reads a value of a container's turns; None for a container of an unknown pod: several such containers have the same labels, and a
-    counter must not drop when one of them ends."""
+    """Reads a value of a container's turns. None for an unknown pod: several such containers have the same labels, and a counter must not
+    drop when one of them ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
@@ -98,7 +97,7 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for fam
 
 
 def render_containers(report: NodeReport) -> Iterator[RenderedFamily]:
-    """Yields all families, also a family without a series."""
+    """Yields all families, also without series."""
     yield from _held(report.view.ledger)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
@@ -127,8 +126,8 @@ def _labels(use: ContainerUse) -> str:
 
 
 def _series(named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None]) -> dict[str, float]:
-    """Successive pods of one name have the same labels, and so have containers without a name yet: the newest container counts. So the end
-    of an older one changes nothing, and a counter begins again with the newer one, as after a restart."""
+    """Successive pods of one name, and containers without a name yet, have the same labels. The newest container counts, so the end of an
+    older one changes nothing. A counter then begins again, as after a restart."""
     return {labels: value for labels, use in named if (value := read(use)) is not None}
 
 

@@ -1,5 +1,5 @@
-"""Metrics of the GPUs, and of the agent itself and its connections: driver, kubelet, API server, web server, enforcement. Pure functions
-of a report. A value that the driver does not report has no series.
+"""Metrics of the GPUs, and of the agent and its connections. Pure functions of a report. A value that the driver does not report has no
+series.
 
 The label `gpu` is the GPU's UUID everywhere. Ratios are 0..1, memory is in bytes (Prometheus: base units only).
 """
@@ -81,9 +81,9 @@ _OF_GPUS: Final = (
 
 
 def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
-    """`node` is the name of the Kubernetes node. Families without a series are included."""
+    """Yields all families, also without series. `node` is the Kubernetes node's name."""
     yield from _hardware(report, node)
-    # Left out while the driver does not answer, since old values would look current.
+    # While the driver does not answer, old values would look current.
     sample = report.sample if report.sample and report.nvml_up else NodeSample()
     for family, read in _SAMPLED:
         yield render(family, {_gpu(uuid): value for uuid, gpu in sample.gpus.items() if (value := read(gpu)) is not None})
@@ -152,7 +152,6 @@ def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
 
 
 def _sharers(ledger: Ledger) -> dict[GpuName, int]:
-    """GPU -> number of containers with a share of it."""
     count: dict[GpuName, int] = {}
     for allocation in current_shares(ledger):
         for gpu in allocation.places:
@@ -192,13 +191,13 @@ FAMILIES: Final = (
     *(_UNENFORCED, _REGISTRATIONS, _RESTARTS),
 )
 
-#: Kinds of writes to the API server and their outcomes; all other values are counted as "other".
+#: All other values are counted as "other".
 WRITES: Final = ("pod", "event", "node", "eviction")
 OUTCOMES: Final = ("ok", "refused")
 
 
 def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iterator[RenderedFamily]:
-    """`report` is None before the first report. `sampled_at`: the unix time of the report's sample, None without a sample."""
+    """`report` is None before the first report. `sampled_at`: unix time of its sample, if it has one."""
     yield render(_UP, {"": report is not None and report.nvml_up})
     yield render(_READY, {"": report is not None and not report.not_ready})
     if report is None:
