@@ -53,6 +53,8 @@ def _texts(value: object) -> Iterator[str]:
         case list() | tuple() | set() | frozenset():
             for item in value:
                 yield from _texts(item)
+        case bool():
+            yield "true" if value else "false"  # as in the JSON lines
         case _:
             yield str(value)
 

@@ -49,6 +49,7 @@ def test_an_entry_has_a_field_for_each_key(there: tuple[socket.socket, Path]) ->
         "pod": "demo/odd",
         "gpus": ["0fe1c342", "1a"],
         "uid": None,
+        "leads": True,
     }
     with closing(Journal(path)) as journal:
         assert journal.send(entry_of("the line", event))
@@ -60,6 +61,7 @@ def test_an_entry_has_a_field_for_each_key(there: tuple[socket.socket, Path]) ->
         ("GPUMGR_POD", "demo/odd"),
         ("GPUMGR_GPUS", "0fe1c342"),
         ("GPUMGR_GPUS", "1a"),
+        ("GPUMGR_LEADS", "true"),
     ]
 
 
