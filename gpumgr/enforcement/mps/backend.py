@@ -1,4 +1,4 @@
-"""The backends "mps", and "mps-open" for containers that the operator exempted from limits on a node that limits by MPS."""
+"""The backends "mps", and "mps-open" for containers that the operator exempted from limits on a node with MPS."""
 
 import asyncio
 import sys
@@ -34,25 +34,24 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu, Strength
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.settings.schema import MpsSettings
 
-#: The memory limit on a GPU of unknown size: more than any GPU has.
+#: The memory limit on a GPU of unknown size.
 _ALL_MEMORY_BYTES: Final = 1 << 40
 
 log = structlog.get_logger(__name__)
 
 
 class Mps(Backend):
-    """`state_dir` is on a disk, `run_dir` on a tmpfs. `method`: how daemons are started. `cuda_library`: the name or path of libcuda, for
-    trials of new clients.
+    """`state_dir`: on a disk. `run_dir`: on a tmpfs. `method`: how daemons are started. `cuda_library`: libcuda's name or path, for trials
+    of new clients.
 
-    A container that also has the mechanism nvml-memory gets two memory limits of the same size, since this backend's answers to the kubelet
-    must not depend on other mechanisms.
+    Answers to the kubelet must not depend on other mechanisms, so a container with nvml-memory gets the same memory limit from both.
     """
 
     name: BackendName = "mps"
     running_keep_limits = True
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
-    #: How long a run of the control program may take.
+    #: For one run of the control program.
     timeout_seconds = 5.0
 
     def __init__(
@@ -72,9 +71,9 @@ class Mps(Backend):
         self._keep = True
         self._supervisor: Supervisor | None = None
         self._observer = Observer()
-        #: Process of the last sample -> whether it is a server of a daemon.
+        #: Process of the last sample -> whether it is a daemon's server.
         self._servers: dict[Process, bool] = {}
-        #: Container -> the highest memory limit of its programs, if that is not the one that was set.
+        #: Container -> the highest memory limit of its programs, if that is not the granted one.
         self._kept: dict[AllocationId, int] = {}
 
     # -- whether the node can use it ----------------------------------------------------------------------------------------
@@ -85,10 +84,10 @@ class Mps(Backend):
         try:
             await self.check_node()
         except (MpsError, OSError) as error:
-            log.debug("mps_unavailable", reason=str(error))  # reported as the obstacle if the settings choose MPS
+            log.debug("mps_unavailable", reason=str(error))  # an obstacle only if the settings choose MPS
 
     async def check_node(self) -> None:
-        """Finds the control program, checks what its help lists, and configures the daemons."""
+        """Finds the control program, and configures the daemons."""
         try:
             if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
                 raise MpsError(
@@ -104,7 +103,7 @@ class Mps(Backend):
             raise
 
     def _choose_protocol(self, control: ControlProgram, features: ControlFeatures) -> None:
-        """The first call decides the protocol; later calls check that the program still supports it. Raises MpsError, OSError."""
+        """The first call decides the protocol; later calls check that the program supports it. Raises MpsError, OSError."""
         known = self._supervisor.config.protocol if self._supervisor else None
         kept = known or (read_protocol(self._state_dir) if self._keep else None)
         chosen = choose_protocol(self._settings.protocol, features, kept)
@@ -115,8 +114,8 @@ class Mps(Backend):
         self._configure(chosen, control, features[chosen])
 
     def _resume(self) -> None:
-        """Configures MPS, although it is not available, if daemons of an earlier start of the agent may run. They are checked as far as
-        possible, since their GPUs are in EXCLUSIVE_PROCESS mode and problems of their containers must be reported."""
+        """Configures MPS, though it is not available, if an earlier agent's daemons may run: their GPUs are in EXCLUSIVE_PROCESS mode, and
+        problems of their containers must be reported."""
         try:
             if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
@@ -140,10 +139,10 @@ class Mps(Backend):
             client=(sys.executable, "-I", "-S", str(processes.CLIENT), self._cuda_library),
         )
         # Cores: protocol 2 limits each process separately, and without exclusive mode a process may use the GPU beside MPS. Protocol 3
-        # limits all processes of a namespace together. Memory is always "soft": in protocol 3 a process that sets
-        # CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no memory limit.
+        # limits a namespace's processes together. Memory is always "soft": in protocol 3 a process that sets
+        # CUDA_MPS_PINNED_DEVICE_MEM_LIMIT for a GPU that it can't see has no limit.
         self.limits = {"core": "hard" if protocol == 3 and self._settings.exclusive_process else "soft", "memory": "soft"}
-        # In protocol 2 a program has its limits from its environment.
+        # In protocol 2 a program's limits are in its environment.
         self.adjustable = protocol == 3
         if self._supervisor is not None:
             self._supervisor.reconfigure(config)
@@ -164,7 +163,6 @@ class Mps(Backend):
     # -- one container --------------------------------------------------------------------------------------------------------
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """Raises Refusal."""
         return self.answer(tenant, kind, self.limits)
 
     def answer(self, tenant: GpuShare, kind: Resource, limits: Collection[Resource]) -> ContainerResponse:
@@ -193,12 +191,12 @@ class Mps(Backend):
                 async with daemon.lock:
                     try:
                         await daemon.remove(allocation)
-                    except MpsError as error:  # the limits stay until the daemon ends; no process uses them
+                    except MpsError as error:  # no process uses the limits, which end with the daemon
                         log.warning("mps_limits_not_removed", allocation=allocation, gpu=daemon.uuid, reason=str(error))
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Ends the idle daemons of these GPUs, and the mode EXCLUSIVE_PROCESS, in which only one process could use the GPU. Raises Refusal
-        if a daemon can't be ended or the former mode can't be restored."""
+        """Ends the idle daemons of these GPUs and the mode EXCLUSIVE_PROCESS, in which only one process could use the GPU. Raises
+        Refusal."""
         for daemon in self.daemons():
             if daemon.uuid in uuids:
                 async with daemon.lock:
@@ -210,7 +208,7 @@ class Mps(Backend):
     # -- all containers -------------------------------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:  # noqa: ARG002
-        """Adopts daemons of an earlier start of the agent, and restarts daemons that have ended. The shares are on record."""
+        """Adopts an earlier agent's daemons, and restarts ended ones. The shares are on record."""
         if self._supervisor is not None:
             await self._supervisor.tick()
 
@@ -237,7 +235,7 @@ class Mps(Backend):
         return obstacles
 
     async def _resize(self, daemon: Daemon, known: Share, container: RunningContainer) -> str | None:
-        """Returns why the limit of memory is not in force; None: it is."""
+        """Why the memory limit is not in force; None: it is."""
         try:
             async with daemon.lock:
                 share = _share(container.tenant.gpus[0])
@@ -253,7 +251,7 @@ class Mps(Backend):
         return self._kept
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
-        """Terminates the work of the clients of a GPU's daemon that are among `pids` (UUID of the GPU -> processes)."""
+        """Terminates the work of daemons' clients. `pids`: UUID of the GPU -> processes, also others."""
         await asyncio.gather(*(self._end_clients(each, pids[each.uuid]) for each in self.daemons() if each.uuid in pids))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
@@ -267,19 +265,19 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The MPS servers of gpumgr's daemons, also after their daemon has ended. NVML lists a server like any program, even while it
-        exits. A server that exits can no longer be recognized, so the answers for the last sample's processes are kept."""
+        """The MPS servers of gpumgr's daemons, also of ended ones. An exiting server can't be recognized, although NVML still lists it, so
+        the answers for the last sample's processes are kept."""
         pipes = [each.folder.pipe for each in self.daemons()]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}
         return frozenset(pid for (pid, _), is_server in self._servers.items() if is_server)
 
     def daemons(self) -> Sequence[Daemon]:
-        """The daemons that gpumgr started. Reads no file."""
+        """The daemons that gpumgr started."""
         return self._supervisor.daemons() if self._supervisor else ()
 
     def restarts(self) -> Mapping[str, int]:
-        """Restarts of each GPU's daemon since the agent's start, by UUID. Reads no file."""
+        """UUID of the GPU -> restarts of its daemon since the agent's start."""
         return {daemon.uuid: daemon.restarts for daemon in self.daemons()}
 
     async def close(self) -> None:
@@ -298,26 +296,24 @@ def _whole(tenant: GpuShare) -> Share:
 def answer(
     tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
 ) -> ContainerResponse:
-    """The answer to Allocate for MPS. Pure: it depends on the arguments alone. `root` has one folder for each GPU; `limits` are the
-    resources that MPS limits. Raises Refusal for a container with several GPUs: a GPU has its own daemon, and a process uses one daemon.
+    """MPS's part of the answer to Allocate. Pure. `root` has one folder for each GPU; `limits`: what MPS limits. Raises Refusal for several
+    GPUs: each has its own daemon, and a process uses only one.
 
-    The pipe folder has the same path in the container as on the host, because all clients of a daemon must use the daemon's own path
-    (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted read-only, as NVIDIA's container toolkit does: sockets and pipes work
-    there, and root in a container can't make links where the daemon, which runs as root on the host, opens its files next time. In protocol
-    3 only the folder of the container's own namespace is mounted. The socket determines the limits, so the container can't select other
-    limits.
+    All clients must use the daemon's own path of the pipe folder (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted
+    read-only, as NVIDIA's container toolkit does: sockets and pipes work, but root in a container can't make links where the daemon, which
+    is root on the host, opens its files next time. In protocol 3 only the folder of the container's namespace is mounted: the socket
+    determines the limits.
 
-    /dev/shm: client and server of the CUDA driver share memory there, and NVIDIA's device plugin gives both the same small tmpfs. gpumgr
-    does the same with one tmpfs for each GPU. The GPU's containers have no other shared memory. A pod that mounts a volume of its own at
-    /dev/shm keeps that volume: the kubelet lists the pod's mounts after the mounts of device plugins, and the last mount covers the
-    others. The pod's processes and the server then share no memory. NVIDIA's guide to protocol 3 shows such clients; for protocol 2 it is
-    not known whether they work.
+    CUDA's clients and servers share memory in /dev/shm, so the containers on a GPU and its daemon get the same small tmpfs, as with
+    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last. Then the pod's
+    processes and the server share no memory: NVIDIA's guide shows such clients for protocol 3; whether they work in protocol 2 is not
+    known.
 
-    The pod's annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.
+    The annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.
     """
     gpu = tenant.only_gpu("MPS")
     if kind == "memory":
-        # The GPU has the index 0 at the daemon. An entry for a GPU that is not visible would make the limit void.
+        # The daemon's only GPU has the index 0. An entry for a GPU that is not visible would void the limit.
         limited = protocol == 2 and "memory" in limits
         return ContainerResponse(envs={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={gpu.memory_bytes >> 20}M"} if limited else {})
     folder = GpuFolder(root / gpu.uuid)
@@ -333,11 +329,11 @@ def answer(
 
 
 class UnlimitedMps(Unlimited):
-    """On a GPU with MPS, CUDA contexts can be created only through its daemon, so exempt containers use the daemon, without limits of
-    their own. The backend `mps` manages the daemons and the files of these containers.
+    """On a GPU with MPS only the daemon's clients get CUDA contexts, so exempt containers use the daemon, without limits. The backend `mps`
+    manages the daemons and the files of these containers.
 
-    In protocol 2 a daemon's bound for all clients is the largest share on its GPU. With an exempt container that is the whole GPU, so the
-    other containers are limited by their environment alone.
+    In protocol 2 the daemon's bound for all clients is the largest share on its GPU: with an exempt container, the whole GPU. Then the
+    others are limited by their environment alone.
     """
 
     name: BackendName = "mps-open"
@@ -347,7 +343,6 @@ class UnlimitedMps(Unlimited):
         self._mps = mps
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """Raises Refusal."""
         return self._mps.answer(tenant, kind, self.limits)
 
     async def put_limits(self, tenant: GpuShare) -> None:
@@ -355,5 +350,5 @@ class UnlimitedMps(Unlimited):
         await super().put_limits(tenant)
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """Reports only whether the daemon works for the containers; they have no limits to evade. Raises OSError."""
+        """Reports only whether the daemon works: these containers have no limits to evade. Raises OSError."""
         return [finding for finding in await self._mps.observe(running) if finding.code == "broken"]

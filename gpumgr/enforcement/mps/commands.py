@@ -1,8 +1,8 @@
 """Commands and answers of `nvidia-cuda-mps-control` in both protocols, and the choice of the protocol.
 
-Protocol 2 takes commands on standard input, protocol 3 as `module verb` words. Sources: NVIDIA's MPS documentation r615 (pages
-"Legacy MPS v2 Interface", "MPS v3 Interface", "MPS v3 Namespaces", "Environment Variables"), nvidia-cuda-mps-control(1), and the
-answers that NVIDIA's guide "Per-GPU Compute and Memory Limits with MPS" shows.
+Protocol 2 takes commands on standard input, protocol 3 as `module verb` words. Sources: NVIDIA's MPS documentation r615 ("Legacy MPS v2
+Interface", "MPS v3 Interface", "MPS v3 Namespaces", "Environment Variables"), nvidia-cuda-mps-control(1), and the answers in NVIDIA's guide
+"Per-GPU Compute and Memory Limits with MPS".
 """
 
 import re
@@ -19,27 +19,27 @@ MpsProtocol = Literal[2, 3]
 ProtocolSetting = Literal["auto", "2", "3"]
 PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 
-#: The only server of a daemon in protocol 3. Names in protocol 3: lower-case letters, digits and "_", 64 characters at most.
+#: A daemon's only server in protocol 3, where names have at most 64 lower-case letters, digits and "_".
 SERVER: Final = "gpu"
-#: Every server has this namespace, without limits. The namespace's clients connect to `<pipe>/gpu/control` or
-#: `<pipe>/gpu/default/control`; containers have neither.
+#: Every server has this namespace, without limits. Clients reach it by `<pipe>/gpu/control` or `<pipe>/gpu/default/control`; containers
+#: have neither.
 DEFAULT_NAMESPACE: Final = "default"
 _NAME = re.compile(r"[a-z0-9_]{1,64}\Z")
 _PLAIN: Final = "--format=csv,noheader"
 _MEBIBYTE: Final = 1 << 20
 _MULTIUSER: Final = re.compile(r"(?<![\w-])(--?multiuser(?:-server)?)(?![\w-])")
-#: Refusals of protocol 2, which have the exit status 0. Seen with drivers 470 to 615.
+#: Refusals of protocol 2 have the exit status 0. Seen with drivers 470 to 615.
 _REFUSAL: Final = re.compile(
     r"^(?:Unknown command|Server \d+ not found|Insufficient privilege|Not enough privilege|Invalid|Error|Failed).*",
     re.MULTILINE | re.IGNORECASE,
 )
-#: A number of bytes; units are powers of 1024.
+#: Units are powers of 1024.
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of the program: `words` are its arguments, `text` its standard input."""
+    """One run of the program with the arguments `words` and the standard input `text`."""
 
     words: tuple[str, ...] = ()
     text: str = ""
@@ -48,13 +48,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(self.text.splitlines()) or " ".join(self.words)
 
 
-#: The installed program's protocols, each with the option by which one server serves clients of all users; "": there is none.
+#: The program's protocols, each with the option by which one server serves clients of all users ("": none).
 ControlFeatures = Mapping[MpsProtocol, str]
 
 
 def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
-    """The features, from the output of `-h` and `-p 3 -h`. Driver r615 spells the option `--multiuser-server` in protocol 2 and
-    `--multiuser` in protocol 3, and refuses the other spelling."""
+    """Parses the output of `-h` and `-p 3 -h`. Driver r615 spells the option `--multiuser-server` in protocol 2 and `--multiuser` in
+    protocol 3, and refuses the other spelling."""
     helps: dict[MpsProtocol, str] = {2: plain}
     if all(re.search(rf"\b{word}\b", with_protocol_3) for word in ("server", "namespace")):
         helps[3] = with_protocol_3
@@ -62,17 +62,15 @@ def parse_help(plain: str, with_protocol_3: str) -> ControlFeatures:
 
 
 def is_help(text: str) -> bool:
-    """Whether this may be the output of the program's `-h`: it names MPS and the option that starts the daemon. Drivers 470 to 550 print
-    something else, which names no option."""
+    """Whether this may be the program's help: it names MPS and the option that starts the daemon. Drivers 470 to 550 print another text."""
     return re.search("mps", text, re.IGNORECASE) is not None and re.search(r"(?<![\w-])(-d|--daemon)(?![\w-])", text) is not None
 
 
 def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None) -> MpsProtocol:
-    """The protocol of the whole node. `kept`: the protocol of the node's existing containers; None: there are none. Raises MpsError.
+    """The node's protocol. `kept`: the protocol of the existing containers; None: there are none. Raises MpsError.
 
-    The protocol stays while any container has it: what a container got at its start (the daemon's folder and limits in its environment,
-    or the folder of a namespace) can't be changed, not even by a reboot, and answers must not depend on anything that changes. A
-    drained node gets the newer protocol.
+    The protocol stays while any container has it: what a container got at its start (the daemon's folder and limits in its environment, or
+    the folder of a namespace) can't be changed, not even by a reboot. A drained node gets the newer protocol.
     """
     wanted = kept or PROTOCOLS.get(setting, max(features))
     if wanted not in features:
@@ -92,15 +90,14 @@ def start_arguments(protocol: MpsProtocol, multiuser_option: str) -> tuple[str, 
 
 
 def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
-    """Ends the daemon and its servers. In protocol 2, servers that still have clients end after `patience_seconds`."""
+    """Ends the daemon and its servers; in protocol 2, servers with clients after `patience_seconds`."""
     return Command(words=("-q",)) if protocol == 3 else Command(text=f"quit -t {patience_seconds}\n")
 
 
 def environment(protocol: MpsProtocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
-    """The environment of the daemon and of the programs that connect to it. The daemon sees one GPU, which has the index 0 in limits.
+    """The environment of the daemon and of the programs that connect to it. The daemon sees one GPU, with the index 0.
 
-    CUDA_MPS_PROTOCOL_VERSION overrides the option for the version. It is always set here, so a value in the agent's own environment has no
-    effect.
+    CUDA_MPS_PROTOCOL_VERSION overrides the option for the version, so it is always set here.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,
@@ -136,7 +133,7 @@ def parse_clients(protocol: MpsProtocol, answer: str) -> Mapping[int, str | None
 
 def terminate_client(protocol: MpsProtocol, server_pid: int, client_pid: int) -> Command:
     """Protocol 2: the client's next call of CUDA returns 810 (CUDA_ERROR_MPS_CLIENT_TERMINATED), as measured with driver 580 on an H200.
-    Protocol 3: as NVIDIA documents it ("MPS v3 Interface", section "Client"); not measured."""
+    Protocol 3: as documented ("MPS v3 Interface", section "Client"), not measured."""
     if protocol == 3:
         return Command(words=("client", "terminate", str(client_pid)))
     return Command(text=f"terminate_client {server_pid} {client_pid}\n")
@@ -146,8 +143,7 @@ def terminate_client(protocol: MpsProtocol, server_pid: int, client_pid: int) ->
 
 
 def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Command, ...]:
-    """Limits new clients of a server, independent of their environment. `server` None: the limits are defaults for future servers, and
-    have no effect on a running server."""
+    """Limits new clients of a server, independent of their environment. `server` None: defaults for future servers."""
     which, default = _server_words(server)
     return (
         Command(text=f"set_{default}active_thread_percentage{which} {cores}\n"),
@@ -156,12 +152,12 @@ def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Comman
 
 
 def _server_words(server: int | None) -> tuple[str, str]:
-    """Returns the argument that selects the server, and a part of the command's name: "default_" if the command is for future servers."""
+    """(the argument that selects the server, "default_" in the command's name for future servers)."""
     return (f" {server}", "") if server is not None else ("", "default_")
 
 
 def bounds_of(servers: Sequence[int | None]) -> Command:
-    """Queries the two limits of each of these servers (None: the defaults for future servers), a line for each limit."""
+    """Queries the two limits of each server (None: the defaults), one line for each."""
     lines: list[str] = []
     for server in servers:
         which, default = _server_words(server)
@@ -170,7 +166,7 @@ def bounds_of(servers: Sequence[int | None]) -> Command:
 
 
 def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
-    """Each server's two lines, in the order of the queries; empty if the number of lines does not match the queries."""
+    """Each server's two lines; empty if the number of lines does not match."""
     lines = answer.splitlines()
     if len(lines) != 2 * len(servers):
         return {}
@@ -194,12 +190,12 @@ def list_namespaces() -> Command:
 
 
 def parse_namespaces(answer: str) -> Mapping[str, tuple[str, str]]:
-    """name -> its memory limit and its percentage, as texts ("4G", "30.00"; "-" or the like: none). Raises MpsError."""
+    """name -> (memory limit, percentage), as texts ("4G", "30.00"; "-" or the like: none). Raises MpsError."""
     return {name: (memory, cores) for name, _, _, memory, cores, *_ in _rows(answer, 5)}
 
 
 def within(limits: tuple[str, str], cores: int, memory_bytes: int) -> bool:
-    """Whether these limits, of memory and of cores, are at most what was granted."""
+    """Whether these limits of memory and cores are at most what was granted."""
     memory, percentage = limits
     try:
         narrow = float(percentage.strip().removesuffix("%")) <= cores  # drivers print "30", "30.0" or "30.00"
@@ -229,13 +225,13 @@ def delete_namespace(name: str) -> Command:
 
 
 def refusal_in(command: Command, output: str) -> str | None:
-    """The sentence with which the program refuses a command of protocol 2; None if it does not."""
+    """The sentence by which the program refuses a command of protocol 2; None if it does not."""
     found = _REFUSAL.search(output) if command.text else None
     return found[0] if found else None
 
 
 def parse_pids(answer: str) -> tuple[int, ...]:
-    """One pid a line, or nothing. Raises MpsError."""
+    """One pid a line. Raises MpsError."""
     return tuple(dict.fromkeys(_number(line, answer) for line in answer.split()))
 
 

@@ -1,6 +1,6 @@
-"""The compute mode of a GPU that MPS shares: EXCLUSIVE_PROCESS, so that a process that does not use the MPS daemon gets no context.
+"""The compute mode of a GPU that MPS shares: EXCLUSIVE_PROCESS, so that only clients of its MPS daemon get contexts.
 
-The former mode is on record until it is restored. An agent restores it even after a restart, or if mps.exclusive_process is off by then.
+The former mode is on record until it is restored, by a later agent process if necessary.
 """
 
 from typing import Final, Protocol
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class ComputeModes(Protocol):
-    """Reads and sets the driver's compute mode of one GPU, as NVML's number. Both methods raise GpumgrError."""
+    """The driver's compute mode of a GPU in NVML's numbers. Both methods raise GpumgrError."""
 
     async def compute_mode(self, uuid: str) -> int: ...
 
@@ -26,7 +26,7 @@ class ComputeModes(Protocol):
 
 
 async def set_exclusive(modes: ComputeModes, uuid: str, records: DaemonRecords) -> None:
-    """Sets EXCLUSIVE_PROCESS and records the former mode in the GPU's record, which must exist. Existing contexts stay.
+    """Sets EXCLUSIVE_PROCESS, and puts the former mode into the GPU's record, which must exist. Existing contexts stay.
 
     Raises MpsError: then the GPU must not be shared.
     """
@@ -46,7 +46,7 @@ async def set_exclusive(modes: ComputeModes, uuid: str, records: DaemonRecords) 
 
 
 async def restore_mode(modes: ComputeModes, uuid: str, records: DaemonRecords) -> None:
-    """Restores the former mode if gpumgr changed it. Raises MpsError; a later call retries."""
+    """Restores the former mode if gpumgr changed it. Raises MpsError; call it again."""
     record = records.of(uuid)
     former = record.former_mode if record else None
     if former is None:

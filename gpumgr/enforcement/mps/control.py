@@ -1,7 +1,7 @@
-"""Finds NVIDIA's MPS control program, and runs it with a time limit; its output is returned as text or raised as an MpsError.
+"""Finds NVIDIA's MPS control program, and runs it with a time limit.
 
-An agent in a pod starts the daemons on the host (see launcher). It must be able to enter the host's mount namespace, and mounts that the
-host makes later must propagate into the pod.
+An agent in a pod starts the daemons on the host (see launcher). It must be able to enter the host's mount namespace, and later mounts of
+the host must propagate into the pod.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, l
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
-#: The program prints this; it does not always set its exit status.
+#: The program does not always set its exit status.
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
-#: Exit status of the loader (a library is missing) and of wrappers: the program is missing or can't be executed.
+#: Exit status of the loader (a library is missing) and of wrappers (the program is missing or can't be executed).
 _NOT_RUN: Final = (126, 127)
-#: The limit of a program's output. The rest can't be written: a container that answers in the daemon's place could send without end.
+#: The limit of a program's output: a container that answers in the daemon's place could send without end.
 _MAX_BYTES: Final = 1 << 20
-#: Separate from asyncio's threads: on each GPU a program that hangs can block one until the time limit.
+#: Not asyncio's threads: on each GPU a program that hangs can block one until the time limit.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 
 
 class ControlProgram:
-    """`program`: a path, or a name to search in PATH. `before`: a command prefix that runs it on the host (nsenter).
+    """`program`: a path, or a name to search in PATH. `before`: a prefix that runs commands on the host (nsenter).
 
-    Each call is a process of its own, so calls may run concurrently.
+    Calls may run concurrently.
     """
 
     def __init__(self, program: Path, *, timeout_seconds: float, before: Sequence[str] = ()) -> None:
@@ -48,9 +48,9 @@ class ControlProgram:
         self._timeout_seconds = timeout_seconds
 
     async def features(self) -> ControlFeatures:
-        """What the program supports. Raises MpsError if it does not work or is another program; MpsTransientError if a later call may
+        """What the program supports. Raises MpsError if it does not work or is another program, MpsTransientError if a later call may
         succeed."""
-        # A pipe folder without a daemon, since an old program would connect to a daemon.
+        # Without a daemon in the pipe folder: an old program would connect to it.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:
@@ -63,7 +63,7 @@ class ControlProgram:
         return parse_help(plain, newer[1])
 
     async def query(self, command: Command, environment: Mapping[str, str]) -> str:
-        """The output of a command. Raises MpsError."""
+        """The command's output. Raises MpsError."""
         status, output = await self.communicate([str(self.program), *command.words], environment, command.text)
         if status or _NO_DAEMON in output or refusal_in(command, output):
             where = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
@@ -73,8 +73,7 @@ class ControlProgram:
         return output
 
     async def run(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        """Runs a program that leaves a process in the background. Its output goes to a file, since that process may keep it open. Raises
-        MpsError."""
+        """Runs a program that leaves a process in the background, which may keep the file of the output open. Raises MpsError."""
         with output.open("wb") as file:
             status, _ = await self._execute(argv, environment, "", file.fileno())
         if status:
@@ -82,33 +81,31 @@ class ControlProgram:
             raise MpsError(f"{' '.join(argv)!r} ended with status {status}: {output_text}; see {output.parent}")
 
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
-        """Runs a command where the control program runs: on the host if `before` is set. Returns the exit status, and the output on stdout
-        and stderr. Raises MpsTransientError."""
+        """Runs a command, on the host if `before` is set; returns the exit status, and stdout with stderr. Raises MpsTransientError."""
         return await self._execute([*self._before, *argv], environment, text, None)
 
     async def _execute(
         self, argv: Sequence[str], environment: Mapping[str, str], text: str, output: int | None
     ) -> tuple[int, str]:
-        """Runs the command on a thread, since asyncio's subprocesses take 1.5 times as long."""
+        # On a thread, since asyncio's subprocesses take 1.5 times as long.
         limited = partial(_run, argv, environment, text, output, self._timeout_seconds)
         return await asyncio.get_running_loop().run_in_executor(_THREADS, limited)
 
 
 class DaemonClient(msgspec.Struct, frozen=True):
-    """Sends commands to one GPU's daemon, which `environment` names."""
+    """Sends commands to the daemon that `environment` names."""
 
     control: ControlProgram
     folder: GpuFolder
     environment: Mapping[str, str]
 
     async def run(self, *each: Command) -> str:
-        """The output of the last command. Raises MpsError."""
+        """The last command's output. Raises MpsError."""
         answers = [await self.control.query(command, self.environment) for command in each]
         return answers[-1]
 
     async def run_for_server(self, pid: int, *each: Command) -> str | None:
-        """As `run`; None if the server has ended since it was listed, which happens when another user's clients start. Raises
-        MpsError."""
+        """Like `run`; None if the server has ended since it was listed, as it does for another user's clients. Raises MpsError."""
         try:
             return await self.run(*each)
         except MpsError:
@@ -120,9 +117,11 @@ class DaemonClient(msgspec.Struct, frozen=True):
 def _run(
     argv: Sequence[str], environment: Mapping[str, str], text: str, output: int | None, limit_seconds: float
 ) -> tuple[int, str]:
-    """Exit status and output, which is empty if `output` is a file of the caller. The program runs in a session of its own, so that no
-    signal to the agent's session reaches it, and without the agent's CUDA_ variables. It and the processes of its session are killed after
-    the time limit; a daemon that has left the session stays. Raises MpsTransientError."""
+    """Exit status and output, which is empty if `output` is the caller's file. Raises MpsTransientError.
+
+    The program gets none of the agent's CUDA_ variables. It has its own session, so that no signal to the agent's session reaches it; after
+    the time limit the session's processes are killed, except a daemon that has left it.
+    """
     given = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")} | {**environment}
     with open(os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as printed:
         os.ftruncate(printed.fileno(), _MAX_BYTES)
@@ -149,7 +148,7 @@ def _run(
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(text.encode())
-            # It is not reaped yet, so no other process has its id while the timer may kill. Popen's wait with a time limit would poll.
+            # Not reaped yet, so no other process has its id while the timer may kill. Popen's wait with a time limit would poll.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             timer.cancel()
             timer.join()
@@ -159,7 +158,7 @@ def _run(
                 f"{argv[0]} did not end `{command}` within {limit_seconds:g} s; "
                 "check whether the driver answers (nvidia-smi) and what the kernel's log says"
             )
-        end = os.lseek(printed.fileno(), 0, os.SEEK_CUR)  # the program has the same position in the file
+        end = os.lseek(printed.fileno(), 0, os.SEEK_CUR)  # the program shares the file's position
         return process.returncode, os.pread(printed.fileno(), end, 0).decode(errors="replace")
 
 
@@ -169,7 +168,7 @@ def shown(output: str) -> str:
 
 
 _COMES_WITH: Final = "it comes with the driver (package nvidia-compute-utils); set mps.control_program"
-#: A script that runs on the host, with the program's name. It prints a line for each fact: name, value.
+#: A script for the host, with the program's name. It prints facts: name, value.
 _PROBE: Final = """
 test -d /run/systemd/system && echo systemd-run "$(command -v systemd-run)"
 echo program "$(command -v "$0")"
@@ -177,8 +176,8 @@ echo program "$(command -v "$0")"
 
 
 async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *, timeout_seconds: float) -> ControlProgram:
-    """Finds the program; for an agent in a pod, the host's. `name`: a path, or a name to search in PATH; `run_dir`: the folder of the
-    daemons. Raises MpsError, MpsTransientError."""
+    """Finds the program, on the host for an agent in a pod. `name`: a path, or a name to search in PATH. `run_dir`: the daemons' folder.
+    Raises MpsError, MpsTransientError."""
     if method != "host":
         path = await asyncio.to_thread(shutil.which, name)
         if path is None:
@@ -205,6 +204,6 @@ async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *
 
 
 def _receives_mounts(folder: Path) -> bool:
-    """Whether later mounts of the host below the folder propagate to the agent. Raises OSError."""
+    """Whether later mounts of the host below the folder reach the agent. Raises OSError."""
     mount = mount_of(Path("/proc/self/mountinfo").read_text(), folder.resolve())
     return mount is not None and mount.receives

@@ -1,7 +1,7 @@
 """One GPU's MPS control daemon: started at first use, adopted after a restart of the agent, restarted after a crash, and ended when idle.
 
-Callers hold `lock` around each public coroutine except `try_client`. The daemon's process is no child of the agent: it is found by its pipe
-folder.
+Callers hold `lock` around each public coroutine except `try_client`. The daemon is no child process of the agent: its pipe folder shows
+which process it is.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces, Tampering
 from gpumgr.ledger.ledger import AllocationId
 
 _START_SECONDS: Final = 10.0
-#: How long the trial of a new client may take. On an H200 a context takes less than a second.
+#: For the trial of a new client. On an H200 a context takes less than a second.
 _CLIENT_SECONDS: Final = 15.0
-#: The pause between two trials, and after a trial that hung.
+#: Between two trials, and after a trial that hung.
 _CLIENT_PAUSE_SECONDS: Final = 15.0
 _HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
-#: The pause between two restarts of a daemon that keeps ending.
+#: Between two restarts of a daemon that keeps ending.
 _RESTART_PAUSE_SECONDS: Final = 15.0
 
 log = structlog.get_logger(__name__)
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration that all daemons of the node share. `exclusive`: a shared GPU is in EXCLUSIVE_PROCESS mode. `clock` is monotonic,
-    in seconds."""
+    """What all daemons of the node have in common. `exclusive`: shared GPUs are in EXCLUSIVE_PROCESS mode. `clock`: monotonic, in
+    seconds."""
 
     protocol: MpsProtocol
     multiuser_option: str
@@ -60,11 +60,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Daemon:
-    """`home`: the folder that the daemon gets if it is started now. `trouble`: why it can't be used at present. `clients`: pid -> namespace
-    (None in protocol 2). `checks`: how often clients were listed; `checked_at`: when the supervisor last began a check. `tampering`:
-    found at the last check or later. `idle_since`: since when no container uses it; `unused`: the records of containers that have ended.
-    `hang`: a sentence if new clients hang. `silent`: the last command to the daemon did not end in time. `end_not_before`: when the agent
-    may try again to end it, after a failure. Times are in seconds of the clock."""
+    """`home`: the folder of a daemon that starts now. `trouble`: why it can't be used. `clients`: pid -> namespace (None in protocol 2).
+    `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: found at the last check or
+    later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `hang`: a sentence if new clients hang.
+    `silent`: the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are the clock's."""
 
     uuid: str
     home: GpuFolder
@@ -73,7 +72,7 @@ class Daemon:
     process: Process | None = None
     servers: tuple[int, ...] = ()
     clients: Mapping[int, str | None] = field(default_factory=dict)
-    #: The clients of each server, when they were last listed.
+    #: server -> its clients, when they were last listed.
     _clients_of: Mapping[int, Mapping[int, str | None]] = field(default_factory=dict)
     trouble: str | None = None
     tampering: Tampering | None = None
@@ -89,7 +88,7 @@ class Daemon:
     _tried_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _not_before: float = float("-inf")
-    #: The limits that were set at the present process of the daemon.
+    #: What was set at the present process of the daemon.
     _limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,19 +96,19 @@ class Daemon:
 
     @property
     def folder(self) -> GpuFolder:
-        """The daemon's folder. It differs from `home` if the daemon was started with another enforcement.run_dir."""
+        """Differs from `home` if the daemon was started with another enforcement.run_dir."""
         record = self.records.of(self.uuid)
         return GpuFolder(Path(record.folder)) if record is not None else self.home
 
     @property
     def pid(self) -> int | None:
-        """The daemon's pid; None if the daemon does not run."""
+        """None if the daemon does not run."""
         return self.process[0] if self.process is not None and is_running(self.process) else None
 
     # -- limits ------------------------------------------------------------------------------------------------------------
 
     async def admit(self, allocation: AllocationId, share: Share) -> None:
-        """When this returns, the daemon runs and enforces the container's limits. Raises MpsError, OSError."""
+        """Makes the daemon run and enforce the container's limits. Raises MpsError, OSError."""
         self.idle_since, self.unused = None, self.unused - {allocation}  # a claim gets the same id again
         await self._move_home(allocation)
         await self._replace_if_blocked(allocation)
@@ -122,7 +121,7 @@ class Daemon:
         else:
             try:
                 adopted = await self.adopt()
-            except MpsError:  # it may be of an earlier agent process, with another protocol or driver
+            except MpsError:  # perhaps an earlier agent's daemon, of another protocol or driver
                 if self._others(allocation):
                     raise
                 await self.stop()
@@ -137,7 +136,7 @@ class Daemon:
         return frozenset(self.folder.allocations()) - self.unused - {*mine}
 
     def _is_healthy(self) -> bool:
-        """Whether the daemon answered at the last check, some seconds ago, and is still the same process."""
+        """Whether the daemon answered at the last check and is still the same process."""
         return (
             self.trouble is None
             and self.process is not None
@@ -146,10 +145,8 @@ class Daemon:
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
-        """Ends the daemon if its folder is not `home`: a GPU has one daemon, and containers name its folder by path.
-
-        Raises MpsError if containers still use that daemon. Raises OSError.
-        """
+        """Ends the daemon if its folder is not `home`: a GPU has one daemon, and containers name its folder by path. Raises MpsError if
+        containers use it, and OSError."""
         tenants = self.folder.allocations()
         if self.folder.root == self.home.root or allocation in tenants:
             return
@@ -162,12 +159,12 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced; None if it works. A daemon that leaves a command unanswered counts as blocked: on an H200 a
-        server that was stopped by a signal had this effect."""
+        """Why the daemon must be replaced; None if it works. A daemon that does not answer a command counts as blocked: on an H200 a server
+        that was stopped by a signal had this effect."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
-        """Ends the daemon if it is blocked. Raises MpsError while other containers depend on it, and OSError."""
+        """Ends a blocked daemon. Raises MpsError while other containers depend on it, and OSError."""
         if self.blocked is None:
             return
         if others := self._others(allocation):
@@ -175,16 +172,17 @@ class Daemon:
         await self.stop()
 
     async def resize(self, allocation: AllocationId, known: Share, share: Share, pids: Collection[int]) -> Mapping[Process, int]:
-        """Protocol 3: changes the limits of programs that start from now on. `known`: the record; `pids`: the container's processes on the
-        GPU. Returns the processes that keep a larger limit of memory until they end, with that limit. Raises MpsError, OSError: the next
-        call tries again."""
+        """Protocol 3: changes the limits of new programs. `known`: the record. `pids`: the container's processes on the GPU.
+
+        Returns the processes that keep a larger memory limit until they end, with that limit. Raises MpsError, OSError; call it again.
+        """
         older = {each: limit_bytes for each, limit_bytes in known.older if is_running(each)}
         if known.limits != share.limits or known.former_bytes is not None:
             former_bytes = max(known.memory_bytes, known.former_bytes or 0)
             older = dict.fromkeys(_started(pids), former_bytes) | older
-            # Recorded before the limits change, so that a later call, perhaps of the agent's next process, continues.
+            # Recorded before the limits change, so that a later call, perhaps of another agent process, continues.
             self.folder.put(allocation, share.with_older(older, former_bytes))
-            if self.blocked is not None:  # a command would take seconds, at each sample
+            if self.blocked is not None:  # each command would take seconds
                 raise MpsError(self.blocked)
             await self._limit({allocation})
             await self._list()
@@ -196,13 +194,13 @@ class Daemon:
         return {each: limit_bytes for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
-        """Drops the record and the limits of a container that has ended. Raises MpsError, OSError; the record is dropped even then."""
+        """Drops the record (always) and the limits of an ended container. Raises MpsError, OSError."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe, self.process) is not None:
             await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)
 
     async def vacate(self) -> None:
-        """Ends the daemon. Call it only if all containers on record have ended. Raises MpsError, OSError."""
+        """Ends the daemon. All containers on record must have ended. Raises MpsError, OSError."""
         for allocation in self.folder.allocations():
             self.folder.drop(allocation)
         await self.stop()
@@ -211,7 +209,7 @@ class Daemon:
         return Namespaces() if self.config.protocol == 3 else Bounds()
 
     async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
-        """Sets the limits of these containers in protocol 3, of all clients in protocol 2. `anew`: also limits that were set already."""
+        """Sets the limits of these containers (protocol 3) or of all clients (2). `anew`: also limits that were set already."""
         await self._limits.put(self._daemon_client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:
@@ -241,8 +239,7 @@ class Daemon:
         return True
 
     async def check(self) -> None:
-        """Checks the daemon once, restarts it if it has ended and a container needs it, and corrects its limits; sets `trouble` and
-        `tampering`."""
+        """Checks the daemon, corrects its limits, and restarts it if it has ended and is needed; sets `trouble` and `tampering`."""
         try:
             if await self.adopt():
                 self.tampering = await self._restore_limits()
@@ -255,12 +252,12 @@ class Daemon:
     def _set_trouble(self, error: Exception) -> None:
         if str(error) != self.trouble:
             log.warning("mps_daemon_trouble", gpu=self.uuid, reason=str(error))
-        # If a command timed out before the daemon ran, there is nothing to replace.
+        # A command that timed out before the daemon ran leaves nothing to replace.
         self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError) and self.pid is not None
 
     async def guard(self) -> None:
-        """Between checks, in protocol 3: corrects namespaces that a container changed, by one run of the control program. A daemon that
-        has ended or answers with an error is checked at once."""
+        """Between checks, in protocol 3: corrects changed namespaces by one run of the control program. A daemon that has ended or answers
+        with an error is checked at once."""
         if self.trouble is not None or not self._others():
             return
         try:
@@ -295,7 +292,7 @@ class Daemon:
         self.folder.clear_pipe()
         await self._mount_shm(mounted=True)
         config = self.config
-        # The daemon finds the server program only in PATH; the server program is beside the control program.
+        # The daemon finds the server program, which is beside the control program, only in PATH.
         program = config.control.program
         folder = f"{program.parent}{os.pathsep}" if program.is_absolute() else ""
         environment = {**self._daemon_client.environment, "PATH": f"{folder}{os.environ.get('PATH', os.defpath)}"}
@@ -322,7 +319,7 @@ class Daemon:
         await self._list()
 
     async def _create_server(self) -> None:
-        """Creates the server. Raises MpsError if it is not listed afterwards: a server for a missing GPU ends at once."""
+        """Raises MpsError also if the server is not listed afterwards: one for a missing GPU ends at once."""
         await self._daemon_client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
         if commands.SERVER not in commands.parse_servers(3, await self._daemon_client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
@@ -346,21 +343,21 @@ class Daemon:
 
     @property
     def client_due(self) -> bool:
-        """Whether a trial of a new client is due: after a client has left, since one that is killed in the middle of its work can block the
-        server, and again while new clients hang."""
+        """Whether to try a new client: after a client has left, since one that is killed during its work can block the server, and again
+        while new clients hang."""
         waited = self.config.clock() - self._tried_at
         pause = _CLIENT_PAUSE_SECONDS if self._client_left else _HANG_PAUSE_SECONDS
         return bool(self.servers) and (self._client_left or self.hang is not None) and waited >= pause
 
     def _serves_others(self) -> bool:
-        """Whether a client of the agent's user would wait until the clients of another user have ended (see `findings.judge`)."""
+        """Whether a client of the agent's user would wait for the end of another user's clients (see `findings.judge`)."""
         if self.config.protocol == 3 or self.config.multiuser_option:
             return False
         return any(processes.user_of(pid) != os.geteuid() for pid in self.servers)
 
     async def try_client(self) -> None:
-        """Tries whether a new client gets a context in time, and sets `hang`. Call it without `lock`, since a client that hangs must not
-        delay the checks."""
+        """Tries whether a new client gets a context in time, and sets `hang`. Called without `lock`: a trial that hangs must not delay the
+        checks."""
         self._client_left, self._tried_at = False, self.config.clock()
         process, folder, config = self.process, self.folder, self.config
         if self._serves_others():
@@ -375,9 +372,9 @@ class Daemon:
             status, _ = await program.communicate(argv, environment, "")
         except MpsTimeoutError:
             hang = f"new CUDA programs hang at the MPS daemon of GPU {self.uuid}: a trial got no context within {config.client_seconds:g} s"
-        except MpsTransientError:  # the program can't be run, which says nothing about the daemon
+        except MpsTransientError:  # this says nothing about the daemon
             return
-        # Another status means that the program was not started, or that CUDA refused. By now there may be another server.
+        # Another status: the program was not started, or CUDA refused. By now there may be another server.
         if process == self.process and status == 0 and not self._serves_others():
             self._set_hang(hang)
 
@@ -397,7 +394,7 @@ class Daemon:
         await self._list()
         for server, clients in self._clients_of.items():
             ending = sorted(clients.keys() & set(pids))
-            # The kubelet kills all these processes soon, so a client that can't be terminated must not delay the others.
+            # The kubelet soon kills all these processes, so a client that can't be terminated must not delay the others.
             ended = await asyncio.gather(*(self._terminate(server, pid) for pid in ending), return_exceptions=True)
             if error := next(filter(None, ended), None):
                 raise error
@@ -408,7 +405,7 @@ class Daemon:
         log.info("mps_client_terminated", gpu=self.uuid, pid=pid, server=server)
 
     async def stop(self) -> None:
-        """Ends the daemon and removes all its files. Raises MpsError or OSError if something is left; a later call continues."""
+        """Ends the daemon and removes its files. Raises MpsError or OSError if something is left; a later call continues."""
         found = processes.find_daemon(self.folder.pipe, self.process)
         if found is not None:
             await self._quit(found)
@@ -421,7 +418,7 @@ class Daemon:
         log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
 
     async def _quit(self, process: Process) -> None:
-        """Ends the daemon by its quit command, or by signals if that fails. Raises MpsError."""
+        """Ends the daemon by its quit command, or else by signals. Raises MpsError."""
         gone = False
         try:
             if not self.silent:
@@ -437,7 +434,7 @@ class Daemon:
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; check the kernel's log")
 
     def _end_servers(self) -> None:
-        """Ends servers that outlived their daemon; blocked ones are killed."""
+        """Ends servers that outlived their daemon; kills blocked ones."""
         for pid in self.servers:
             started = start_time_ticks(pid)
             if started is not None and processes.uses_pipe_folder(pid, self.folder.pipe):
@@ -450,7 +447,7 @@ class Daemon:
         await change(self.config.modes, self.uuid, self.records)
 
     async def _mount_shm(self, *, mounted: bool) -> None:
-        """Mounts or unmounts the tmpfs if necessary. Raises MpsError."""
+        """Raises MpsError."""
         command = launcher.shm_command(self.config.launcher, self.folder.shm, mounted=mounted)
         if command is not None and self.folder.shm.is_mount() != mounted:
             await self.config.control.run(command, {}, self.folder.log / "mount.log")

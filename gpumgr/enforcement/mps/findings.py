@@ -1,4 +1,4 @@
-"""What is found at the running containers of MPS: `Observer` collects it, and `judge` (pure) words the findings about one container."""
+"""Findings about running containers of MPS: `Observer` collects what happens, and `judge` (pure) words it for one container."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -14,18 +14,16 @@ from gpumgr.enforcement.mps.limits import Tampering
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.ledger import AllocationId
 
-#: A process without MPS is reported after this many further checks, since a client that has just started is not listed yet.
+#: A client that has just started is not listed yet, so a process without MPS is reported after this many further checks.
 _CHECKS: Final = 2
-#: The driver does not list a process that waits for MPS, so the users of all processes of a container are read, at most this many.
+#: The driver does not list a process that waits for MPS, so the users of this many processes of a container are read.
 _USERS_OF: Final = 16
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's daemon at its last check. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `server_user`: the
-    user of the server; None: no server runs.
-
-    `multiuser`: the server serves clients of all users. `suspects`: the containers that may have caused `tampering`.
-    """
+    """One GPU's daemon at its last check. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `multiuser`: the
+    server serves all users. `server_user`: the server's; None: no server runs. `suspects`: the containers that may have caused
+    `tampering`."""
 
     protocol: MpsProtocol
     multiuser: bool
@@ -37,21 +35,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
-    """Processes with a context on the GPU that are not clients of MPS, or are clients in another container's namespace."""
+    """Processes with a context on the GPU that are no clients of MPS, or clients in another container's namespace."""
     own = running.tenant.allocation
     mine = {pid for pid, namespace in view.clients.items() if view.protocol == 2 or namespace == own}
     return running.gpu_pids - mine
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits, also
-    if the container's first process runs as another user."""
+    """Whether the container's processes may wait because the server serves another user. If one is a client, none waits."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 
 def judge(running: RunningContainer, view: View, users: Collection[int], lasting: Collection[int]) -> Iterator[Finding]:
-    """The findings. `users`: the user ids of an unserved container's processes; `lasting`: processes that were outside MPS in several
-    checks."""
+    """`users`: of an unserved container's processes. `lasting`: processes that were outside MPS in several checks."""
     tenant = running.tenant
     who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
@@ -92,7 +88,7 @@ def _tampered(what: str, suspects: Sequence[str], protocol: MpsProtocol, gpu: st
 
 
 def lost(tenant: GpuShare) -> Finding:
-    """The finding about a container that runs although its record is gone, because the folder of the records was emptied."""
+    """A container runs, but its record is gone, because the folder was emptied."""
     text = f"gpumgr's MPS files of {tenant.describe()} below enforcement.run_dir are gone: delete the pod and create it again"
     return finding(tenant, "broken", text)
 
@@ -101,13 +97,13 @@ class Observer:
     """Remembers what earlier checks found."""
 
     def __init__(self) -> None:
-        #: Container and process outside of MPS -> the number of the check that found the process first.
+        #: (container, process outside of MPS) -> the number of the check that found it first.
         self._outside: dict[tuple[AllocationId, int], int] = {}
-        #: The containers of the last observations, including exempt ones.
+        #: The containers of the last observations, also exempt ones.
         self._latest: dict[AllocationId, RunningContainer] = {}
 
     def observe(self, daemons: Sequence[Daemon], running: Sequence[RunningContainer]) -> Sequence[Finding]:
-        """The findings about these containers. Reads files of processes: call it on a thread. Raises OSError."""
+        """Blocks: reads files of processes. Raises OSError."""
         kept_by = {daemon.uuid: frozenset(daemon.folder.allocations()) for daemon in daemons}
         everyone = frozenset().union(*kept_by.values())
         self._latest |= {each.tenant.allocation: each for each in running}
@@ -144,7 +140,6 @@ class Observer:
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: Tampering) -> list[GpuShare]:
-        """The containers on a GPU that may have tampered: all that have processes. If only root can tamper, only those with a process of
-        the host's root."""
+        """The GPU's containers that may have tampered: those with a process, of the host's root if only root can tamper."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]

@@ -1,13 +1,12 @@
 """What gpumgr keeps on disk about MPS: a folder and a record for each GPU with a daemon, and the node's protocol.
 
-The folder is `<run_dir>/mps/<gpu uuid>/` with pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: a reboot
-removes these files, and ends the daemons. Files are JSON without a version: fields that this version does not know are ignored, and a file
-that it can't decode is reported and counts as missing, but `allocations` still lists the file's name.
+The folder `<run_dir>/mps/<gpu uuid>/` has pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: a reboot
+removes these files and ends the daemons. Files are JSON. Unknown fields are ignored. A file that can't be decoded is reported and counts as
+missing, but `allocations` lists its name.
 
-The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. The record is not in the daemon's
-folder, because a restart of the agent may find another enforcement.run_dir or an emptied one: the agent would then record its own mode as
-the former one, and start a second daemon for the GPU. A boot ends daemons and resets compute modes, so records of an earlier boot are
-ignored.
+The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. It is not in the folder, because a
+restarted agent may have another or an emptied run_dir: it would record its own mode as the former one, and start a second daemon. A boot
+ends daemons and resets compute modes, so records of an earlier boot are ignored.
 """
 
 import os
@@ -37,9 +36,8 @@ T = TypeVar("T")
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a container was granted; `cores` in percent. Protocol 3 only: `older` has its processes that started before the last change,
-    each with the memory limit that it started with; `former_bytes` is set while a change is under way: the largest memory limit that a
-    program may have got before it."""
+    """What a container was granted; `cores` in percent. Only in protocol 3: `older` has the processes that started before the last change,
+    each with its memory limit; `former_bytes`, during a change, is the largest memory limit that a program may have got before."""
 
     cores: int
     memory_bytes: int
@@ -60,7 +58,7 @@ class GpuFolder:
         self._tenants = root / "tenants"
 
     def namespace(self, allocation: AllocationId) -> Path:
-        """The folder with the container's socket in protocol 3."""
+        """The folder of the container's socket in protocol 3."""
         return self.pipe / SERVER / allocation
 
     def make(self) -> None:
@@ -71,15 +69,14 @@ class GpuFolder:
                 folder.chmod(0o1777 if folder == self.shm else 0o755)  # independent of the umask
 
     def clear_pipe(self) -> None:
-        """Removes the files of a daemon that ended, but no folder: containers have folders mounted. Raises OSError."""
+        """Removes an ended daemon's files, but no folder, which a container may have mounted. Raises OSError."""
         for folder, below, names in os.walk(self.pipe):
             links = [name for name in below if os.path.islink(os.path.join(folder, name))]
             for name in (*names, *links):
                 os.unlink(os.path.join(folder, name))
 
     def ended_by_command(self, pid: int) -> bool:
-        """Whether the log shows that the command `quit` ended this daemon: a crash or a signal does not write that line. The log is
-        not mounted into containers. Raises OSError."""
+        """Whether the command `quit` ended this daemon: only then the log, which containers can't write, has this line. Raises OSError."""
         try:
             with (self.log / "control.log").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -89,18 +86,18 @@ class GpuFolder:
         return re.search(rb"Control\s+(?:\w+\s+)?%d\] Exit with status 0" % pid, tail) is not None
 
     def remove(self) -> None:
-        """Removes the folder, in which `shm` must not be a mount. Raises OSError."""
+        """`shm` must not be a mount. Raises OSError."""
         if self.root.exists():
             shutil.rmtree(self.root)
 
     # -- shares ------------------------------------------------------------------------------------------------------------
 
     def allocations(self) -> list[AllocationId]:
-        """The containers on record. Raises OSError if they can't be read, which does not mean that there are none."""
+        """The containers on record. Raises OSError, which does not mean that there are none."""
         return sorted(name for name in names_in(self._tenants) if _ALLOCATION.match(name))
 
     def shares(self) -> Mapping[AllocationId, Share]:
-        """The shares of the containers with a readable record. Raises OSError."""
+        """The shares with a readable record. Raises OSError."""
         return {name: share for name in self.allocations() if (share := read_record(self._tenants / name, Share)) is not None}
 
     def put(self, allocation: AllocationId, share: Share) -> None:
@@ -113,12 +110,12 @@ class GpuFolder:
 
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
-    """uuid and folder of each GPU that has a folder. Raises OSError."""
+    """(uuid, folder) of each GPU that has a folder. Raises OSError."""
     return ((name, GpuFolder(root / name)) for name in names_in(root) if GPU_UUID.match(name) and (root / name).is_dir())
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """The value in the file; None if it is missing or can't be decoded, which is logged. Raises OSError."""
+    """None if the file is missing, or can't be decoded, which is logged. Raises OSError."""
     try:
         return decode_json(path.read_bytes(), kind)
     except FileNotFoundError:
@@ -129,7 +126,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
 
 
 def socket_path_bytes(root: Path) -> int:
-    """How many bytes the longest socket path below this root has."""
+    """The size of the longest socket path below this root."""
     uuid = f"GPU-{'0' * 36}"
     return max(len(os.fsencode(root / uuid / name)) for name in _LONGEST)
 
@@ -139,7 +136,7 @@ _PROTOCOL_NAME: Final = "mps_protocol"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """`boot`: the boot's id. `folder`: the daemon's folder. `former_mode`: NVML's number; None while gpumgr has not changed the mode."""
+    """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
 
     boot: str
     folder: str
@@ -147,7 +144,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DaemonRecords:
-    """The records of all daemons. They are read once, because only the agent changes them; every change is written at once."""
+    """The records of all daemons: read once, because only the agent changes them, and written at every change."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
@@ -162,12 +159,12 @@ class DaemonRecords:
         return self._known.get(uuid)
 
     def begin(self, uuid: str, folder: Path, former_mode: int | None = None) -> None:
-        """Makes a record unless the GPU has one. Raises OSError."""
+        """Makes the GPU's record if it has none. Raises OSError."""
         if uuid not in self._known:
             self._put(uuid, Record(boot=self._boot, folder=str(folder), former_mode=former_mode))
 
     def set_former_mode(self, uuid: str, mode: int | None) -> None:
-        """Changes the record of a GPU that has one. Raises OSError."""
+        """The GPU must have a record. Raises OSError."""
         self._put(uuid, replace(self._known[uuid], former_mode=mode))
 
     def drop(self, uuid: str) -> None:
@@ -177,17 +174,17 @@ class DaemonRecords:
 
     def _put(self, uuid: str, record: Record) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a record of an earlier boot is ignored
+        replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a reboot invalidates it anyway
         self._known[uuid] = record
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot. Raises OSError."""
+    """Raises OSError."""
     return _BOOT.read_text().strip()
 
 
 def read_protocol(state_dir: Path) -> MpsProtocol | None:
-    """The node's protocol; None if there is no valid record. Raises OSError."""
+    """The node's protocol; None without a valid record. Raises OSError."""
     try:
         return PROTOCOLS.get((state_dir / _PROTOCOL_NAME).read_text().strip())
     except FileNotFoundError:
@@ -195,6 +192,6 @@ def read_protocol(state_dir: Path) -> MpsProtocol | None:
 
 
 def write_protocol(state_dir: Path, protocol: MpsProtocol) -> None:
-    """Writes the protocol durably, because containers keep their protocol over a reboot. Raises OSError."""
+    """Durable, because containers keep their protocol over a reboot. Raises OSError."""
     state_dir.mkdir(parents=True, exist_ok=True)
     replace_file(state_dir / _PROTOCOL_NAME, f"{protocol}\n")

@@ -18,12 +18,12 @@ from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
-#: How long before the end of the grace period the clients are ended; at its end the kubelet kills what still runs.
+#: At the end of the grace period the kubelet kills what still runs.
 AHEAD_SECONDS: Final = 1.0
 
 
 class GracePeriods:
-    """`pod_changed` is a listener of the pod cache, `run` a background task. `clock` is monotonic, `wall_clock` in unix seconds."""
+    """`pod_changed` is a listener of the pod cache, `run` a background task. `clock`: monotonic. `wall_clock`: unix seconds."""
 
     def __init__(
         self,
@@ -33,14 +33,17 @@ class GracePeriods:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._about_to_end, self._clock, self._wall_clock = about_to_end, clock, wall_clock
-        #: UID -> when `about_to_end` is due, in monotonic seconds, and the pod.
+        #: UID -> (when `about_to_end` is due, in monotonic seconds, the pod).
         self._due: dict[str, tuple[float, PodView]] = {}
         self._changed = asyncio.Event()
 
     def pod_changed(self, before: PodView | None, after: PodView | None) -> None:
-        """Notes when a deleted pod is due. The kubelet counts `grace_seconds` from when it sees the deletion, about when the agent sees it.
-        The deletion's timestamp (`ends_at`) has only whole seconds of the API server's clock, so the later end counts. For a deletion from
-        before the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod."""
+        """Notes when a deleted pod is due.
+
+        The kubelet counts `grace_seconds` from when it sees the deletion, about when the agent does. The deletion's timestamp (`ends_at`)
+        has only whole seconds of the API server's clock, so the later end counts. After the agent's start only the timestamp is known. The
+        deletion of a mirror pod does not end its static pod.
+        """
         if after is None:
             if before is not None:
                 self._due.pop(before.uid, None)
@@ -52,7 +55,7 @@ class GracePeriods:
             self._changed.set()
 
     async def run(self) -> None:
-        """Calls `about_to_end` for the pods that are due; a call that takes long does not delay other calls."""
+        """Calls `about_to_end` for the pods that are due, without waiting for earlier calls."""
         async with asyncio.TaskGroup() as group:
             while True:
                 due = [uid for uid, (at, _) in self._due.items() if at <= self._clock()]
@@ -64,8 +67,7 @@ class GracePeriods:
 
 
 class ClientsOfPods:
-    """Ends the work of MPS clients before the kubelet kills them, since a client that is killed during its work can block the server for
-    all clients."""
+    """Ends MPS clients before the kubelet kills them: a client that is killed during its work can block the server for all clients."""
 
     def __init__(self, mps: Mps, containers: Containers, ledger: Callable[[], Ledger]) -> None:
         self._mps, self._containers, self._ledger = mps, containers, ledger
@@ -86,7 +88,6 @@ class ClientsOfPods:
             await self._mps.end_clients(clients)
 
     async def _pids_of(self, container: Container) -> Sequence[int]:
-        """The container's pids; empty if they can't be read."""
         try:
             return await asyncio.to_thread(self._containers.pids, container)
         except CriError as error:

@@ -1,12 +1,12 @@
 """Command lines that start a GPU's MPS daemon so that it outlives the agent, with the GPU's own folder as its /dev/shm.
 
-systemd    in a transient service: processes of the agent's own service end with it (KillMode=mixed), and its sandbox allows neither
-           mounts nor new namespaces.
-host       the same from a pod, with the host's programs: the command enters the mount namespace of the host's first process. Processes
-           in the agent's container would end with it, and the image has neither systemd's programs nor its sockets.
-namespace  in a mount namespace of its own, on a host without systemd. Unmounts on the host propagate into it ("slave"); otherwise it
-           would keep pods' volumes mounted.
-plain      as a plain process, if the agent is not root. The daemon uses the host's /dev/shm.
+systemd    in a transient service: processes of the agent's own service end with it (KillMode=mixed), and its sandbox allows neither mounts
+           nor new namespaces.
+host       the same from a pod, in the mount namespace of the host's first process: the agent's container has neither systemd's programs nor
+           its sockets, and its processes end with it.
+namespace  in a mount namespace of its own, on a host without systemd. Unmounts on the host propagate into it ("slave"), so that it does not
+           keep pods' volumes mounted.
+plain      as a plain process with the host's /dev/shm, if the agent is not root.
 """
 
 import os
@@ -17,11 +17,11 @@ from typing import Final, Literal
 
 LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
 
-#: The size of all shared memory of the containers on one GPU; the kernel accounts it to the container that uses it.
+#: For the shared memory of all containers on one GPU; the kernel accounts it to the container that uses it.
 SHM_BYTES: Final = 1 << 30
-#: After this time systemd ends a trial's CUDA program that the agent no longer waits for.
+#: When systemd ends a trial's CUDA program that the agent has given up.
 _CLIENT_SECONDS: Final = 60
-#: Only the mount namespace must change: sockets are found by their paths, and the pod has the host's processes (hostPID).
+#: The mount namespace is enough: sockets are found by their paths, and the pod has the host's processes (hostPID).
 _ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")
 _UNIT: Final = ("systemd-run", "--quiet", "--collect")
 _WAIT: Final = ("--wait", "--pipe")
@@ -29,7 +29,7 @@ _BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
 def best_method(*, in_pod: bool = False) -> LaunchMethod:
-    """The method for this host. In a pod only one is possible; `find_control_program` checks whether it works."""
+    """The method for this host or pod; `find_control_program` checks whether it works."""
     if in_pod:
         return "host"
     if os.geteuid() != 0:
@@ -39,14 +39,14 @@ def best_method(*, in_pod: bool = False) -> LaunchMethod:
 
 
 def host_prefix(launch: LaunchMethod) -> tuple[str, ...]:
-    """The prefix of a command that must run where the daemons are."""
+    """Prefixes a command that must run where the daemons are."""
     return _ENTER if launch == "host" else ()
 
 
 def daemon_command(
     launch: LaunchMethod, uuid: str, shm: Path, environment: Mapping[str, str], command: Sequence[str]
 ) -> list[str]:
-    """The command line that starts the daemon with `command`, which goes into the background. Servers outlive the daemon."""
+    """The command line for `command`, which starts the daemon in the background. Servers outlive the daemon."""
     match launch:
         case "systemd":
             options = f"--unit=gpumgr-mps-{uuid}", "--service-type=forking", "--property=KillMode=process"
@@ -60,16 +60,15 @@ def daemon_command(
 
 
 def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """A command that runs a CUDA program with the daemon's /dev/shm and waits for its end. If the agent runs in a pod, the program runs
-    in that pod, as clients run in other containers: the host may not have the program."""
+    """The command line for a CUDA program with the daemon's /dev/shm. For an agent in a pod it runs there, since the host may not have the
+    program."""
     if launch == "systemd":
         return _as_unit((*_WAIT, f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"), shm, environment, command)
     return daemon_command("namespace" if launch == "host" else launch, "", shm, environment, command)
 
 
 def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:
-    """The command that mounts a tmpfs of limited size, or unmounts it, in the host's mount namespace; None if the folder stays a plain
-    one."""
+    """The command line that mounts a bounded tmpfs on the host, or unmounts it; None if the folder stays plain."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
     return host_command(
         launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)]
@@ -77,7 +76,7 @@ def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] 
 
 
 def host_command(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
-    """The command line that runs `command` in the host's mount namespace; None if the agent may not mount."""
+    """The command line for `command` in the host's mount namespace; None if the agent may not mount."""
     if launch == "plain":
         return None
     before = [*_UNIT, *_WAIT, "--"] if launch == "systemd" else []
@@ -85,6 +84,6 @@ def host_command(launch: LaunchMethod, command: Sequence[str]) -> list[str] | No
 
 
 def _as_unit(options: Sequence[str], shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` in a transient service, which has `shm` as its /dev/shm."""
+    """The command line for `command` in a transient service with `shm` as its /dev/shm."""
     variables = [f"--setenv={key}={value}" for key, value in environment.items()]
     return [*_UNIT, *options, f"--property=BindPaths={shm}:/dev/shm", *variables, "--", *command]

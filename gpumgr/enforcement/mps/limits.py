@@ -1,9 +1,9 @@
 """Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 (driver r615 and newer) a namespace
 for each container.
 
-The bound of protocol 2 is the largest of all shares; a client's own environment can only lower it. A container can change limits through
-the daemon's control socket (in protocol 3 only as root). So later answers of the daemon are compared with its answer right after limits
-were set. They are compared as text: drivers differ in how they print a number.
+The bound is the largest of all shares; a client's own environment can only lower it. A container can change limits through the daemon's
+control socket (in protocol 3 only as root), so later answers of the daemon are compared with the one right after limits were set. They are
+compared as text, since drivers print numbers differently.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _DELETED_AT_ONCE: Final = 8
 
 
 class Tampering(msgspec.Struct, frozen=True):
-    """What a container did through the daemon's control socket, such as "changed the limits". `concerned`: the containers with
-    changed limits. `root_only`: only a process of root can do that."""
+    """What a container did through the daemon's control socket. `concerned`: the containers with changed limits. `root_only`: only a
+    process of root can do it."""
 
     what: str
     concerned: frozenset[AllocationId]
@@ -33,14 +33,14 @@ class Tampering(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct):
-    """Protocol 2: the bound that was set at one process of the daemon; a restarted daemon needs a new object. `_answers`: server (None:
-    future servers) -> the daemon's answer after the bound was set."""
+    """Protocol 2: the bound at one process of the daemon. `_answers`: server (None: future servers) -> the daemon's answer after the bound
+    was set."""
 
     _answers: Mapping[int | None, str] = msgspec.field(default_factory=dict)
     _bound: Share | None = None
 
     async def put(self, daemon: DaemonClient, shares: Shares, _: Collection[AllocationId], *, anew: bool) -> None:
-        """Sets the bound for all clients; `anew`: also if it was set already. Raises MpsError."""
+        """Sets the bound for all clients; `anew`: even if it was set already. Raises MpsError."""
         if not shares:
             return
         granted = shares.values()
@@ -48,7 +48,7 @@ class Bounds(msgspec.Struct):
         if bound == self._bound and not anew:
             return
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
-        # Servers are listed only now: a server that has just started has the new values already.
+        # Servers are listed only now: one that has just started has the new values already.
         named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:
@@ -62,12 +62,12 @@ class Bounds(msgspec.Struct):
         self._answers, self._bound = answers, bound
 
     async def drop(self, daemon: DaemonClient, shares: Shares, _: AllocationId) -> None:
-        """Sets the bound without a container that has ended and is no longer in `shares`. Raises MpsError."""
+        """Sets the bound without an ended container, which is not in `shares`. Raises MpsError."""
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
-        """Sets the bound again if a container changed it, and reports that. If there is a new server, it also sets the bound under the
-        server's pid and keeps the answer, so that the next checks can detect a change. Raises MpsError."""
+        """Sets the bound again if a container changed it, and reports that; also for a new server, to detect later changes. Raises
+        MpsError."""
         if not shares:
             return None
         found = await _read(daemon, servers)
@@ -79,8 +79,8 @@ class Bounds(msgspec.Struct):
 
 
 async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int | None, str]:
-    """Gets all answers in one run of the control program, since each run costs time. If it refuses a query (a server has ended since, or an
-    older driver lacks it), the queries are run one by one and the refused one is left out. Raises MpsTransientError."""
+    """Queries all in one run of the control program, since runs cost time. If it refuses one (the server has ended, or an older driver
+    lacks the query), the queries are run one by one, and the refused one is left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
     found = dict(await _answers(daemon, queried))
     if not found and servers:
@@ -90,7 +90,7 @@ async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int |
 
 
 async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mapping[int | None, str]:
-    """The daemon's answers; empty if it refused a query. Raises MpsTransientError."""
+    """Empty if the daemon refused a query. Raises MpsTransientError."""
     try:
         return commands.parse_bounds(queried, await daemon.run(commands.bounds_of(queried)))
     except MpsTransientError:
@@ -100,15 +100,15 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
 
 
 class Namespaces(msgspec.Struct):
-    """Protocol 3: the namespaces that were made at one process of the daemon; a restarted daemon needs a new object. `_set`: the
-    limits that were set last for each container, and the daemon's answer after that (limits of memory and cores)."""
+    """Protocol 3: the namespaces at one process of the daemon. `_set`: container -> (the limits that were set last, the daemon's answer
+    after that: memory and cores)."""
 
     _set: dict[AllocationId, tuple[tuple[int, int], tuple[str, str]]] = msgspec.field(default_factory=dict)
 
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
-        """Creates missing namespaces of `names`, sets their limits and checks them: a namespace without limits gets the whole GPU.
-        `anew`: also limits that were set already. Raises MpsError."""
-        # A namespace without a socket is created without listing namespaces first, since a run of the program costs milliseconds.
+        """Creates missing namespaces of `names`, and sets and checks their limits: a namespace without limits gets the whole GPU. `anew`:
+        also limits that were set already. Raises MpsError."""
+        # Runs of the program cost milliseconds, so a namespace without a socket is created without a list of namespaces.
         there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
         known = {name: limits for name, (limits, _) in self._set.items() if name in there and not anew}
         new = {name: share for name, share in shares.items() if name in names and share.limits != known.get(name)}
@@ -125,16 +125,18 @@ class Namespaces(msgspec.Struct):
         self._set |= {name: (share.limits, found[name]) for name, share in new.items()}
 
     async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
-        """Deletes the namespace of a container that has ended. Raises MpsError."""
+        """Deletes an ended container's namespace. Raises MpsError."""
         if name in await _list(daemon):
             await daemon.run(commands.delete_namespace(name))
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again if they were changed, or if the daemon's answer to them is not known (the agent has restarted). Returns what a
-        container changed, except limits that gpumgr was changing (`former_bytes`: the agent may have ended in the middle) and, after a
-        restart of the agent, namespaces that are missing or within the grant. Also deletes namespaces of ended containers, and namespaces
-        that neither gpumgr nor MPS made; only a few at each check, since a container can make thousands. Raises MpsError."""
+        """Sets limits again that were changed, or for which the daemon's answer is not known after a restart of the agent. Raises MpsError.
+
+        Returns what a container changed, without limits that gpumgr was changing (`former_bytes`: the agent may have ended in the middle),
+        and after a restart without namespaces that are missing or within the grant. Deletes namespaces of ended containers and foreign
+        ones: a few at each check, since a container can make thousands.
+        """
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
         unchecked = {name for name in wrong if shares[name].former_bytes is not None} | {
@@ -142,7 +144,7 @@ class Namespaces(msgspec.Struct):
             for name in wrong - self._set.keys()
             if name not in found or commands.within(found[name], shares[name].cores, shares[name].memory_bytes)
         }
-        changed, recorded = frozenset(wrong - unchecked), daemon.folder.allocations()  # also records that can't be read
+        changed, recorded = frozenset(wrong - unchecked), daemon.folder.allocations()  # also unreadable records
         foreign = found.keys() - shares.keys() - {commands.DEFAULT_NAMESPACE, *recorded}
         made = foreign - self._set.keys()
         self._set = {name: known for name, known in self._set.items() if name in shares}
@@ -159,5 +161,4 @@ async def _list(daemon: DaemonClient) -> Mapping[str, tuple[str, str]]:
     return commands.parse_namespaces(await daemon.run(commands.list_namespaces()))
 
 
-#: The limits of the containers at one process of a daemon.
 Limits = Bounds | Namespaces

@@ -1,7 +1,7 @@
-"""Finds a daemon and its servers in /proc. A process is a daemon or a server only if its environment has the daemon's pipe folder.
+"""Finds a daemon and its servers in /proc, by the daemon's pipe folder in their environment.
 
-Drivers 470 and 535 write no pid file. The daemon is then the process that listens at the control socket, which the kernel names
-(SO_PEERCRED, unix(7)). Servers of protocol 3 have a folder below the daemon's.
+Drivers 470 and 535 write no pid file. Then the daemon is the process that listens at the control socket (SO_PEERCRED, unix(7)). Servers of
+protocol 3 have a folder below the daemon's.
 """
 
 import asyncio
@@ -23,10 +23,9 @@ from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps.commands import SERVER
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
-#: Only root can connect to this socket.
+#: Only root can connect to it.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
-#: The program that makes a context as a client of a daemon.
 CLIENT: Final = Path(cuda_client.__file__)
 _SERVER_PROGRAM: Final = b"nvidia-cuda-mps-server"
 _CONTAINER_ID: Final = re.compile(rb"[0-9a-f]{64}")
@@ -34,8 +33,8 @@ POLL_SECONDS: Final = 0.05
 
 
 def find_daemon(pipe: Path, known: Process | None = None) -> Process | None:
-    """The daemon of this folder; None if it does not run. `known` is the daemon that was found last: without a pid file, another one is
-    looked for only after `known` has ended. Raises MpsError if a daemon without a pid file accepts no connections."""
+    """The daemon of this folder; None if it does not run. `known`: the last daemon; without a pid file, another one is looked for only
+    after its end. Raises MpsError if a daemon without a pid file accepts no connections."""
     try:
         pid = int((pipe / _PID_FILE).read_text())
     except FileNotFoundError:
@@ -65,7 +64,7 @@ def _listener_of(path: Path) -> int:
 
 
 async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
-    """Returns whether the process has ended within the time."""
+    """Whether the process has ended in time."""
     deadline = time.monotonic() + patience_seconds
     while is_running(process):
         if time.monotonic() >= deadline:
@@ -75,23 +74,21 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
 
 
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:
-    """Whether the process was started with this pipe folder, as the daemon and its servers are. Never call it for a process in a container,
-    which may have the same environment: callers take pids from the daemon's file, socket or answers, or exclude containers first
-    (`is_server`)."""
+    """Whether the process was started with this pipe folder. Never call it for a process in a container, which may have the same
+    environment: callers take pids from the daemon's file, socket or answers, or exclude containers first."""
     variables = environment(pid, PROC).split(b"\0")
     return any(b"CUDA_MPS_PIPE_DIRECTORY=" + os.fsencode(each) in variables for each in (pipe, pipe / SERVER))
 
 
 def daemon_of_others(uuid: str) -> tuple[int, str] | None:
-    """The pid and the pipe folder of a daemon for this GPU that another program on the host started. Processes in containers do not
-    count: a tenant can give its process any name. Daemons in gpumgr's folders do not count either, since gpumgr has records of them.
-    Reads /proc."""
+    """(pid, pipe folder) of a daemon for this GPU that another program on the host started. Processes in containers do not count, since a
+    tenant can give its process any name."""
     own = ("mps", uuid, "pipe")
     for proc in PROC.iterdir():
         if not proc.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            # Checked first: a tenant can make the agent hang on any read of the process's memory.
+            # First, because a tenant can make any read of its process's memory hang.
             if _in_container(proc):
                 continue
             program, *words = (proc / "cmdline").read_bytes().split(b"\0")
@@ -101,6 +98,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
             settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
             pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
             visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
+            # gpumgr has records of its own daemons.
             if Path(pipe).parts[-3:] == own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
                 continue
             return int(proc.name), pipe
@@ -108,8 +106,8 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
 
 
 def _in_container(proc: Path) -> bool:
-    """Whether the process is in a container other than the agent's. A runtime may put containers below any cgroup, such as /system.slice
-    or /k8s.io, if the kubelet names none (cgroupsPerQOS false). Raises OSError."""
+    """Whether the process is in another container than the agent's. Without cgroupsPerQOS a runtime may put containers below any cgroup,
+    such as /system.slice or /k8s.io. Raises OSError."""
     text, own = (proc / "cgroup").read_bytes(), b""
     with contextlib.suppress(OSError):
         own = (PROC / "self/cgroup").read_bytes()
@@ -118,10 +116,9 @@ def _in_container(proc: Path) -> bool:
 
 def is_server(pid: int, pipes: Collection[Path]) -> bool:
     """Whether the process is the server of a daemon with one of these pipe folders, or the client with which gpumgr tests a daemon. False
-    for processes in containers, since a tenant can give its process any name and environment. A server that has begun to exit can't be
-    recognized."""
+    in containers, where a process can have any name and environment, and for a server that has begun to exit."""
     try:
-        # Checked first: a tenant can make the agent hang on any read of the process's memory.
+        # First, because a tenant can make any read of its process's memory hang.
         if _in_container(PROC / str(pid)):
             return False
         program, *words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
@@ -132,7 +129,7 @@ def is_server(pid: int, pipes: Collection[Path]) -> bool:
 
 
 def user_of(pid: int) -> int | None:
-    """Effective user id on the host; None if the process is gone."""
+    """The effective user id on the host; None if the process is gone."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / "status").read_bytes().splitlines():
             if line.startswith(b"Uid:"):

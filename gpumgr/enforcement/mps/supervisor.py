@@ -1,4 +1,4 @@
-"""All MPS daemons of the node: checks them periodically and ends idle ones."""
+"""All MPS daemons of the node: checks them periodically, and ends idle ones."""
 
 import asyncio
 import contextlib
@@ -16,18 +16,17 @@ from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, gpu_folders
 from gpumgr.ledger.ledger import AllocationId
 
 _CHECK_SECONDS: Final = 5.0
-#: How long a tick waits for the checks that it started; the check of a daemon that hangs continues in the background.
+#: How long a tick waits for its checks; longer ones continue in the background.
 _TICK_SECONDS: Final = 1.0
 
 log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """`root` has one folder for each GPU; `records` has all daemons, also daemons with a folder elsewhere.
+    """`root` has one folder for each GPU; `records` also has daemons with a folder elsewhere.
 
-    A daemon is checked every _CHECK_SECONDS. With MPS protocol 3 its MPS namespaces, one for each container, are checked at every tick
-    (once a second). The record of a container is kept for enforcement.orphan_grace_seconds after its end, so records do not show whether a
-    daemon is in use.
+    A daemon is checked every _CHECK_SECONDS, in protocol 3 also its namespaces at every tick (once a second). Records do not show whether a
+    daemon is in use: a container's record is kept for enforcement.orphan_grace_seconds after its end.
     """
 
     def __init__(self, root: Path, config: DaemonConfig, records: DaemonRecords, *, idle_seconds: float) -> None:
@@ -35,30 +34,30 @@ class Supervisor:
         self.root, self.config, self._records = root, config, records
         self._idle_seconds = idle_seconds
         self._daemons: dict[str, Daemon] = {}
-        #: UUID of a GPU -> why its daemon could not be ended, as it was logged.
+        #: UUID of the GPU -> why its daemon could not be ended, as logged.
         self._not_ended: dict[str, str] = {}
-        #: UUID of a GPU -> the work that holds its daemon's lock (a check or its end), and the trial of a new client.
+        #: UUID of the GPU -> the task that holds its daemon's lock, and the trial of a new client.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trials: dict[str, asyncio.Task[None]] = {}
         for uuid, folder in gpu_folders(root):  # without a record the former mode is unknown: restore DEFAULT
             records.begin(uuid, folder.root, former_mode=DEFAULT)
 
     def reconfigure(self, config: DaemonConfig) -> None:
-        """Uses another control program from now on, perhaps a newer one; the protocol stays the same."""
+        """Uses another control program, perhaps a newer one, of the same protocol."""
         self.config = config
-        for daemon in list(self._daemons.values()):  # `own_pids` may add one on another thread
+        for daemon in list(self._daemons.values()):  # `own_pids` adds some on another thread
             daemon.config = config
 
     def of(self, uuid: str) -> Daemon:
-        """The GPU's only `Daemon`, which is made at the first call. `own_pids` calls this on a thread."""
+        """The GPU's only `Daemon`, made at the first call. Threads may call it."""
         return self._daemons.setdefault(uuid, Daemon(uuid, GpuFolder(self.root / uuid), self._records, self.config))
 
     def daemons(self) -> Sequence[Daemon]:
-        """The daemons that have a record, including daemons of an earlier start of the agent. Reads no file."""
+        """The daemons on record, also an earlier agent's. Reads no file."""
         return [self.of(uuid) for uuid in self._records.uuids()]
 
     async def tick(self) -> None:
-        """Checks the daemons that are due. A check that takes longer than a tick continues in the background."""
+        """Checks the daemons that are due."""
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
         for daemon in (each for each in free if now - each.checked_at >= _CHECK_SECONDS):
@@ -74,7 +73,7 @@ class Supervisor:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
     def _begin(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
-        """`tasks`: `_trials` for work that must not hold the daemon's lock."""
+        """`tasks`: `_trials` for work without the daemon's lock."""
         tasks[daemon.uuid] = asyncio.create_task(self._run(tasks, daemon, work), name=f"mps {daemon.uuid}")
 
     async def _run(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
@@ -87,8 +86,8 @@ class Supervisor:
             del tasks[daemon.uuid]
 
     async def end_idle(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends each daemon `idle_seconds` after its last container has ended, a blocked one at once; `known` returns the allocations that
-        exist now. Returns the seconds until the next end is due, None if all daemons are in use."""
+        """Ends each daemon `idle_seconds` after its last container has ended, a blocked one at once. `known` returns the allocations that
+        exist now. Returns the seconds until the next end is due; None if all daemons are in use."""
         now, due = self.config.clock(), list[float]()
         for daemon in self.daemons():
             if _in_use(daemon, known()):
@@ -105,7 +104,7 @@ class Supervisor:
         return min(due, default=None)
 
     async def _end(self, daemon: Daemon, *, known: Callable[[], Collection[AllocationId]]) -> None:
-        if _in_use(daemon, known()):  # since the caller found it idle
+        if _in_use(daemon, known()):  # by now
             return
         try:
             await daemon.stop()
@@ -127,10 +126,10 @@ class Supervisor:
 
 
 def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
-    """Whether a recorded container still exists. Also sets the daemon's `unused`."""
+    """Whether a recorded container still exists. Sets `unused`."""
     try:
         recorded = frozenset(daemon.folder.allocations())
         daemon.unused = frozenset(each for each in recorded if each not in known)
         return daemon.unused != recorded
-    except OSError:  # records that can't be read may be of running containers
+    except OSError:  # perhaps records of running containers
         return True
