@@ -1,7 +1,7 @@
-"""The `gpumgr` command. Each subcommand has a module, which is imported only when the subcommand is called.
+"""The `gpumgr` command. The module of a subcommand is imported when the subcommand is called.
 
-Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node;
-4 the checkpoint cannot be used; 5 the driver was replaced under the running agent (start it again).
+Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node; 4 the
+checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
 """
 
 import contextlib
@@ -37,9 +37,9 @@ _COMMANDS: Final = {
     "config": "Check and show settings.",
     "demo": "Play a script on a simulated node.",
 }
-#: Command -> its module, if the module has another name.
+#: Command -> its module, if that has another name.
 _MODULES: Final = {"resume": "suspend"}
-#: Commands that run for months; their modules are imported without the parts of libraries that they never use.
+#: Commands that run for months. Their imports leave out parts of libraries that they never use.
 _DAEMONS: Final = ("run", "scheduler", "claims")
 
 
@@ -94,15 +94,15 @@ def main() -> None:
         _end(error, code=2)
     except GpumgrError as error:
         _end(error, code=1)
-    except OSError as error:  # click itself handles a pipe that its reader has closed
+    except OSError as error:  # click itself handles a closed pipe
         if running:
             raise  # in the agent it is a bug, and its traceback belongs in the log
         _end(error, code=1)
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:
-    """Prints the error and ends the process. The error may quote files, answers and names, so its text is made printable."""
-    from gpumgr.cli.formats import printable  # imported here, so that `lean_imports` covers all imports of the agent
+    """Prints the error and ends the process. The text is made printable, because it may quote files, answers and names."""
+    from gpumgr.cli.formats import printable  # here, so that `lean_imports` covers all imports of the agent
 
     with contextlib.suppress(OSError):
         click.echo("\n".join(map(printable, f"gpumgr: {why}".split("\n"))), err=True)

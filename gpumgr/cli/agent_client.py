@@ -1,6 +1,8 @@
-"""What commands know of this node: the documents of its running agent, by HTTP and JSON over its unix socket. Without an agent, `gpumgr
-usage`, `why` and `history` get documents that are made from its checkpoint, and what only a running agent knows is null. Also the names and
-the health of its GPUs in words.
+"""What commands know of this node: the documents of its running agent, by HTTP over its unix socket, and the names and health of its GPUs
+in words.
+
+Without an agent, `gpumgr usage`, `why` and `history` use documents from its checkpoint, in which null replaces what only a running agent
+knows.
 """
 
 import asyncio
@@ -36,19 +38,18 @@ STATE: Final = "/api/state"
 RESPONSE_SECONDS: Final = 30.0
 _CONNECT_SECONDS: Final = 5.0
 _NOT_FOUND: Final = 404
-#: The first status of a server error.
 _SERVER_ERROR: Final = 500
 
 
 class AgentUnavailable(GpumgrError):
-    """The agent does not run, closed the connection, timed out, or responded with a server error: a retry may succeed."""
+    """The agent does not run, closed the connection, timed out, or had a server error. A retry may succeed."""
 
 
 class AgentClient:
-    """`async with AgentClient(socket) as agent`, on the running event loop.
+    """Use it as `async with AgentClient(socket) as agent`, on the running event loop.
 
-    All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission.
-    An error that the agent reports has the agent's own sentence.
+    All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission,
+    with the agent's own sentence if it sent one.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -62,11 +63,9 @@ class AgentClient:
         await self._session.close()
 
     async def get(self, path: str, *, timeout_seconds: float = RESPONSE_SECONDS) -> Any:
-        """The JSON data at this path (with query)."""
         return await self._request("GET", path, None, timeout_seconds)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout_seconds: float = RESPONSE_SECONDS) -> Any:
-        """The response to this JSON body."""
         return await self._request("POST", path, body, timeout_seconds)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float) -> Any:
@@ -109,7 +108,7 @@ class AgentClient:
                 root = ": run the command as root" if isinstance(reason, PermissionError) else ""
                 return GpumgrError(f"the agent can't be reached at {self._socket}: {reason.strerror or reason}{root}")
             case aiohttp.ClientPayloadError() | aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError():
-                # aiohttp's messages are about transfer codings and lengths, which say nothing to the user.
+                # aiohttp's messages are about transfer codings and lengths, which do not help the user.
                 return AgentUnavailable(
                     f"the agent at {self._socket} closed the connection before its response was complete; see its log"
                 )
@@ -117,12 +116,12 @@ class AgentClient:
 
 
 def report_unavailable(reason: str) -> None:
-    """Writes to stderr, since a program may read stdout."""
+    """Writes to stderr, because a program may read stdout."""
     click.echo(f"gpumgr: {printable(reason)}; trying again", err=True)
 
 
 def decoded(document: object, kind: type[T]) -> T:
-    """A response of the agent as a `kind`, with every text made printable. Raises GpumgrError if it is not one."""
+    """Decodes a response of the agent and makes every text printable. Raises GpumgrError if it is no `kind`."""
     return converted(cleaned(document), kind)
 
 
@@ -138,7 +137,7 @@ def converted(document: object, kind: type[T]) -> T:
 
 class NodeData(msgspec.Struct, frozen=True, kw_only=True):
     """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known of the pod).
-    `entries`: the pod's history, or all if no pod was given; with their candidates, oldest first."""
+    `entries` is the history of the pod, or all of it, with candidates, oldest first."""
 
     live: bool
     state: Document
@@ -147,14 +146,13 @@ class NodeData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_entries_of(agent: AgentClient, pod: PodKey | None, newest: int = HISTORY_ENTRIES) -> list[Document]:
-    """The newest history entries with their candidates, oldest first. Raises as AgentClient does."""
+    """The newest history entries with their candidates, oldest first. Raises the errors of AgentClient."""
     of_pod = "" if pod is None else f"&pod={quote('/'.join(pod), safe='')}"
     return converted(await agent.get(f"/api/history?limit={newest}{of_pod}"), list[Document])[::-1]
 
 
 async def read_node(location: AgentLocation, pod: PodKey | None = None) -> NodeData:
-    """Asks the agent; if it does not respond, reads its checkpoint, which a line on stderr reports. Raises GpumgrError if there is
-    neither."""
+    """Asks the agent. If it does not respond, reads its checkpoint and reports that on stderr. Raises GpumgrError if there is neither."""
     async with AgentClient(location.socket) as agent:
         try:
             state = await agent.get(STATE)
@@ -175,7 +173,7 @@ async def _pod(agent: AgentClient, pod: PodKey) -> Document | None:
 
 
 def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
-    """`reason`: why the agent is not asked. Raises GpumgrError, with both reasons, if the checkpoint can't be read."""
+    """`reason`: why the agent is not asked. Raises GpumgrError with both reasons if the checkpoint can't be read."""
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:
@@ -199,7 +197,7 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
     indices = {candidate.gpu: candidate.index for candidate in newest}
 
     def known(rows: tuple[GpuRow, ...]) -> tuple[GpuRow, ...]:
-        """The rows without health, each with the index that the GPU had at the last decision."""
+        """The rows without health, each with the GPU's index at the last decision."""
         return tuple(replace(row, healthy=None, reason=None, message=None, index=indices.get(row.name)) for row in rows)
 
     return NodeData(
@@ -212,7 +210,7 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
 
 # -- GPUs in words. The texts of a `GpuRow` from `decoded` have no control characters ----------------------------------------
 
-#: The table cells for the reasons of gpumgr.agent.node_report.NodeReport.unschedulable that users might not understand.
+#: Reasons of gpumgr.agent.node_report.NodeReport.unschedulable -> clearer words for the table.
 _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",
@@ -227,7 +225,7 @@ _REASONS: Final = {
 
 
 class GpuLabels(msgspec.Struct, frozen=True):
-    """The known GPUs in the order of NVML's index (None: not known)."""
+    """The known GPUs in the order of NVML's index (None: unknown)."""
 
     indices: Mapping[GpuName, int | None]
 
@@ -251,7 +249,7 @@ def gpus_of(rows: Iterable[GpuRow]) -> GpuLabels:
 
 
 def gpu_status(row: GpuRow) -> str:
-    """Health and cordon in a word or two; "-": not known."""
+    """Health and cordon in a word or two; "-" if unknown."""
     cordon = "" if row.cordon is None else "draining" if row.cordon.draining else "cordoned"
     if row.healthy is None:
         return cordon or "-"
@@ -264,15 +262,14 @@ def gpu_status(row: GpuRow) -> str:
 
 
 def excess_sentence(row: GpuRow, label: str) -> str | None:
-    """By how much the memory limits of the GPU's containers exceed its memory; None: not at all, or not known."""
+    """By how much the memory limits of the GPU's containers exceed its memory. None: not at all, or unknown."""
     if not row.limits_excess_bytes:
         return None
     return f"the memory limits of the containers on {label} exceed its memory by {gibibytes(row.limits_excess_bytes)} GiB"
 
 
 def gpu_sentences(row: GpuRow, label: str) -> list[str]:
-    """Sentences about the GPU's cordon, and why it is unhealthy; empty for a healthy GPU in service. `label` is its name in the
-    sentences."""
+    """Sentences about the GPU's cordon and why it is unhealthy; empty for a healthy GPU in service. `label` names the GPU in them."""
     sentences = []
     if row.cordon is not None:
         verb = "is being drained" if row.cordon.draining else "is cordoned"

@@ -1,4 +1,4 @@
-"""What the long-running commands share: imports without modules that gpumgr never uses, and the end by a signal."""
+"""What the long-running commands share: lean imports, and the end by a signal."""
 
 import asyncio
 import gc
@@ -12,19 +12,17 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
-#: structlog imports them if they are installed, for coloured tracebacks and for threads that gpumgr does not have. It has no option to
-#: prevent this.
+#: structlog always imports them if they are installed, for coloured tracebacks and for threads that gpumgr does not have.
 _UNUSED: Final = ("rich", "greenlet")
-#: Modules that a library imports for a part of it that gpumgr does not use: aiohttp's command line, cookies on disk, WebSockets, traces and
-#: digest authentication; the validators of attrs; betterproto's version, its dates and other types of google.protobuf (no message of gpumgr
-#: has one; a test checks that); prometheus_client's server and text formats; the entities of html.unescape. Together they need 5 MiB.
+#: What libraries import for parts that gpumgr does not use: command lines, cookies on disk, WebSockets, validators, dates, other servers.
+#: Without them the process needs 5 MiB less. A test checks that no message of gpumgr needs betterproto's types of google.protobuf.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
     *("aiohttp.web_ws", "aiohttp.client_ws", "aiohttp.http_websocket", "aiohttp._websocket.reader"),
 )
-#: SSL_CERT_FILE: OpenSSL reads the system's certificates from this file. FROZENLIST_NO_EXTENSIONS: frozenlist works without its extension,
-#: which needs 1 MiB for the C++ library and speeds up nothing that gpumgr does.
+#: SSL_CERT_FILE: the file of the system's certificates. FROZENLIST_NO_EXTENSIONS: frozenlist's extension needs 1 MiB for the C++ library,
+#: without a gain for gpumgr.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 
 
@@ -34,16 +32,16 @@ class _Unused:
 
 
 class _StandIn(ModuleType):
-    """A module in which every name is a class, so that a library can derive classes from it."""
+    """A module in which every name is a class, so that a library can derive from it."""
 
     def __getattr__(self, name: str) -> type:
-        if name == "__path__":  # only packages have this attribute
+        if name == "__path__":  # only packages have it
             raise AttributeError(name)
         return _Unused
 
 
 def _typing_extensions() -> ModuleType:
-    """Replaces typing_extensions, which needs 0.6 MiB: typing has all that the libraries import, except type variables with a default."""
+    """Replaces typing_extensions, which needs 0.6 MiB. typing has what the libraries import, except type variables with a default."""
 
     def variable(*args: Any, default: Any = None, **more: Any) -> typing.TypeVar:  # noqa: ARG001
         return typing.TypeVar(*args, **more)
@@ -55,12 +53,11 @@ def _typing_extensions() -> ModuleType:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """A block in which imports need less time and memory. Afterwards the process is as before, except for the imported modules.
+    """A block in which imports need less time and memory. Afterwards only the imported modules remain.
 
-    aiohttp makes two TLS contexts with all of the system's certificates when it is imported. gpumgr makes a context for each API server
-    itself, so those two get no certificates. aiohttp also reads the system's lists of file types, and gpumgr serves no files. The garbage
-    collector would read all imported objects again and again, and frees almost nothing: it is off during the imports, and ignores these
-    objects later.
+    aiohttp makes two TLS contexts when it is imported. They get no certificates here, because gpumgr makes a context for each API server
+    itself. aiohttp also reads the system's lists of file types, but gpumgr serves no files. The garbage collector is off, because it would
+    scan all imported objects repeatedly, and ignores these objects later.
     """
     stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
     replaced = {name: module for name, module in stand_ins.items() if name not in sys.modules}
@@ -86,7 +83,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Runs `run` to its end, with an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
+    """Runs `run` with an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
 
     async def until_signalled() -> None:
         stop = asyncio.Event()
@@ -101,7 +98,7 @@ def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]
             asyncio.get_running_loop().add_signal_handler(number, signalled, number)
         await run(stop)
 
-    import structlog  # imported here, since this module is loaded before `lean_imports` begins
+    import structlog  # here, because this module is loaded before `lean_imports` begins
 
     log = structlog.get_logger(__name__)
 

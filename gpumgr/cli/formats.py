@@ -1,8 +1,7 @@
-"""Values as text: numbers, the mechanisms that limit a share, untrusted names, reasons and messages; and the tables of all commands.
+"""Values as text, and the tables of all commands.
 
-Not every text is safe to print: Kubernetes restricts the names of pods, but a damaged checkpoint, or the reason that an operator gave, can
-contain anything. Characters with an effect on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes:
-`\\x1b`.
+Kubernetes restricts the names of pods, but a damaged checkpoint or an operator's reason can contain anything. So characters with an effect
+on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes: `\\x1b`.
 """
 
 import json
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """The text on one line; every character that is not printable is written as a Python escape."""
+    """The text on one line, with characters that are not printable as Python escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -40,11 +39,11 @@ def cleaned(document: Any) -> Any:
 
 
 def json_line(document: Any) -> str:
-    """The document as one line of ASCII JSON; json.dumps does not escape DEL."""
+    """One line of ASCII JSON; json.dumps does not escape DEL."""
     return json.dumps(document).replace("\x7f", "\\u007f")
 
 
-#: Shown in place of a value that the driver does not report.
+#: Replaces a value that the driver does not report.
 UNKNOWN: Final = "unknown"
 _GIB: Final = 1 << 30
 #: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.
@@ -87,15 +86,15 @@ def limits_sentence(mechanisms: Sequence[str]) -> str:
 
 # -- tables: without ruled lines, in colours on a terminal, and as plain text elsewhere ----------------------------------------
 
-#: The width for plain text, so large that nothing is folded or cut.
+#: Wide enough that plain text is neither folded nor cut.
 UNBOUNDED: Final = 100_000
-#: The least width of a table: on a narrower terminal its lines wrap, since columns of names would have no space.
+#: On a narrower terminal lines wrap, because columns of names would have no space.
 MIN_WIDTH: Final = 80
 
 
 def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
-    """A table with these columns: heading, and whether the column has numbers, which are right-aligned and never cut."""
-    from rich.table import Table  # imported here and below, since the agent needs only `printable`
+    """A table of columns (heading, whether it has numbers). Numbers are right-aligned and never cut."""
+    from rich.table import Table  # here and below, because the agent needs only `printable`
 
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
     for heading, number in columns:
@@ -104,7 +103,7 @@ def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
 
 
 def plain_text(content: "RenderableType", *, width: int = UNBOUNDED) -> str:
-    """The content as text without colours, and without blanks at the ends of lines."""
+    """The content without colours and without blanks at the ends of lines."""
     from rich.console import Console
 
     console = Console(width=width, highlight=False, force_terminal=False, color_system=None)
@@ -114,7 +113,7 @@ def plain_text(content: "RenderableType", *, width: int = UNBOUNDED) -> str:
 
 
 def show(content: "RenderableType") -> None:
-    """Prints the content in the width of the terminal, or without a terminal as plain text, one line for each row."""
+    """Prints the content in the width of the terminal. Without a terminal it prints one line of plain text per row."""
     if sys.stdout.isatty():
         from rich.console import Console
 

@@ -194,15 +194,15 @@ async def _send_request(socket: Path, action: str, gpu: str, *, reason: str = ""
 async def request_maintenance(
     agent: AgentClient, action: str, gpu: str, *, reason: str = "", evict: bool = False
 ) -> dict[str, Any]:
-    """The agent's response as JSON data. Raises as AgentClient does."""
+    """The agent's response as JSON data. Raises the errors of AgentClient."""
     path = f"/api/gpus/{quote(gpu, safe='')}/{action}"
     return converted(await agent.post(path, {"reason": reason, "evict": evict}, timeout_seconds=RESPONSE_SECONDS), dict[str, Any])
 
 
 async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:
-    """Drains, and waits until the GPU is empty or the time is over (`wait_seconds` None: no wait). Returns the agent's last response.
+    """Drains the GPU and waits until it is empty, at most `wait_seconds` (None: no wait). Returns the agent's last response.
 
-    Once the agent has responded, requests are retried while it is unavailable: it stores the cordon and the pods to evict. Raises
+    After the first response it retries while the agent is unavailable, because the agent stores the cordon and the pods to evict. Raises
     GpumgrError if the agent refuses, or if the GPU is uncordoned in the meantime.
     """
     async with AgentClient(socket) as agent:
@@ -212,14 +212,14 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
 
 
 async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Returns the last response. Reads the state until the GPU seems to be empty, and requests the drain again only then, since a drain
-    cordons a GPU that was uncordoned in the meantime. Reports each change on stderr."""
+    """Returns the last response, and reports changes on stderr. Reads the state until the GPU seems empty, and only then requests the drain
+    again, because that would cordon a GPU that was uncordoned in the meantime."""
     gpu, reported, available, first_at = decoded(document, MaintenanceResult).gpu, "", True, None
     while not decoded(document, MaintenanceResult).empty and (remaining := deadline - time.monotonic()) > 0:
         await asyncio.sleep(min(POLL_SECONDS, remaining))
         try:
             state, available = decoded(await agent.get(STATE), NodeState), True
-            # The agent may have made the first state before the drain, without the cordon. States with another time are newer.
+            # The first state may be from before the drain, without the cordon. States with another time are newer.
             first_at = first_at or state.at
             row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
             if row is not None and row.cordon is None and state.at != first_at:
@@ -285,5 +285,4 @@ def _rows(result: MaintenanceResult) -> Iterator[str]:
 
 
 def counted(containers: int, processes: int) -> str:
-    """`1 container and 2 processes`."""
     return " and ".join(count_text(count, noun) for count, noun in ((containers, "container"), (processes, "process")) if count)

@@ -1,4 +1,4 @@
-"""`gpumgr healthy`: the health check of the agent's container. This module imports little, so that the check is quick."""
+"""`gpumgr healthy`: the health check of the agent's container. It imports little, so that the check is quick."""
 
 import http.client
 import socket as sockets

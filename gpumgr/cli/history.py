@@ -33,7 +33,7 @@ _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event"
 #: How many entries are shown without -n and --since.
 _SHOWN: Final = 20
 _POLL_SECONDS: Final = 0.5
-#: The newest entries that are read again and again; more than an agent records between two requests.
+#: How many entries are read repeatedly: more than an agent records between two requests.
 _NEWEST: Final = 200
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")
@@ -128,7 +128,7 @@ def command(
 
 
 def duration_seconds(text: str) -> float:
-    """A duration such as 90s, 10m, 1h30m or 2d. Raises InputError."""
+    """A duration such as 90s, 10m, 1h30m or 2d, in seconds. Raises InputError."""
     parts = _DURATION_PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise InputError(
@@ -138,7 +138,7 @@ def duration_seconds(text: str) -> float:
 
 
 async def _follow(socket: Path, pod: PodKey | None, limit: int, lines: Callable[..., list[str]]) -> None:
-    """Prints the last entries and then each new one, without end. Raises GpumgrError if the first request fails."""
+    """Prints the last entries, then each new one, without end. Raises GpumgrError if the first request fails."""
     async with AgentClient(socket) as agent:
         state, documents, available, last = await agent.get(STATE), await read_entries_of(agent, pod), True, 0
         shown = lines(documents, state)[-limit:]

@@ -1,10 +1,7 @@
 """`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-`install systemd` writes the shipped unit, and the shipped settings file if the host has none. It starts nothing.
-
-`install library` does the same as the init container of config/image/hami-core (install.sh there): it puts the library into a folder named
-by its SHA-256, and makes a link that selects it. Older copies stay, because a container that restarts mounts the copy with which it was
-created.
+`install library` does the same as config/image/hami-core/install.sh, an init container. It puts the library into a folder named after its
+SHA-256 and links to the selected one. Older copies stay, because a restarted container mounts the copy with which it was created.
 """
 
 import fcntl
@@ -31,14 +28,14 @@ _EXIT_CODES: Final = {
     1: "not done: a file can't be used or written, a program is missing, or the user is not root",
     2: "wrong usage, or the existing settings file is wrong",
 }
-#: Links to the unit and the settings file of the source tree; the wheel contains copies.
+#: Links to files of the source tree; the wheel contains copies.
 SHIPPED: Final = Path(__file__).with_name("shipped")
 _WHEEL: Final = f"dist/gpumgr-{gpumgr.__version__}-py3-none-any.whl"
 _MOST_VERSION_CHARACTERS: Final = 200
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of the service on a host. `program`: the program that the unit runs."""
+    """The files of the service on a host. The unit runs `program`."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = DEFAULT_CONFIG
@@ -57,7 +54,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def installing() -> Iterator[None]:
-    """Raises GpumgrError if the user is not root, and turns an OSError of the block into a GpumgrError."""
+    """Raises GpumgrError if the user is not root, or for an OSError of the block."""
     if os.geteuid() != 0:
         raise GpumgrError("only root may install: run it with sudo")
     try:
@@ -87,7 +84,7 @@ def command() -> None:
 
 
 def install_service(place: Service) -> list[str]:
-    """Writes the unit, and the settings if there are none; returns the next steps for the user. Raises GpumgrError before anything is
+    """Writes the unit, and the settings if there are none. Returns the next steps for the user. Raises GpumgrError before anything is
     written."""
     if not place.program.exists():
         raise GpumgrError(
@@ -107,12 +104,12 @@ def install_service(place: Service) -> list[str]:
         steps.insert(
             0, f"set kubernetes.kubeconfig in {place.config}, or kubernetes.enabled: false for a node without API server"
         )
-    # `restart` does not wait, since the unit is READY only after the registration with the kubelet.
+    # `restart` must not wait, because the unit is READY only after the registration with the kubelet.
     return [*steps, "systemctl daemon-reload && systemctl enable gpumgr && systemctl restart --no-block gpumgr"]
 
 
 def uninstall_service(place: Service) -> list[str]:
-    """Stops the service and removes the unit; returns the next step for the user. Raises GpumgrError."""
+    """Stops the service and removes the unit. Returns the next step for the user. Raises GpumgrError."""
     for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
         click.echo(f"run        systemctl {' '.join(words)}")
         try:
@@ -146,7 +143,7 @@ def systemd(uninstall: bool) -> None:
 
 
 def install_library(folder: Path, source: Path, *, sha256: str | None, version: str) -> None:
-    """Checks, installs and selects the library. If it raises GpumgrError or OSError, the former selection stays."""
+    """Checks, installs and selects the library. After GpumgrError or OSError the former selection stays."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256, exports=EXPORTS)
@@ -162,7 +159,7 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
 
 
 def _select(link: Path, target: str) -> None:
-    """Points `link` to `target`, atomically; it may replace another link. Raises GpumgrError if another kind of file is there."""
+    """Points `link` to `target` atomically; it may replace another link. Raises GpumgrError if it is another kind of file."""
     if link.is_symlink() and os.readlink(link) == target:
         click.echo(f"unchanged  {link} -> {target}")
         return
@@ -178,7 +175,7 @@ def _select(link: Path, target: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """A block during which no other installation writes to the folder: the init container takes the same lock. Raises OSError."""
+    """Keeps other installations out of the folder; the init container takes the same lock. Raises OSError."""
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

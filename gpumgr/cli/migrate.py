@@ -1,4 +1,4 @@
-"""`gpumgr migrate`: prints what changes when gpumgr replaces another agent; --apply writes the settings file and nothing else."""
+"""`gpumgr migrate`: prints what changes when gpumgr replaces another agent. --apply writes the settings file and nothing else."""
 
 import asyncio
 import hashlib
@@ -48,7 +48,7 @@ _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
 )
 _API_SERVER: Final = "the API server's answer"
-#: HAMi's other files on its nodes, besides its library's folder.
+#: HAMi's files on its nodes, besides its library's folder.
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
 
@@ -90,7 +90,7 @@ def _options(function: _Decorated) -> _Decorated:
 
 
 def _node_name(_context: click.Context, _option: click.Parameter, text: str) -> str:
-    """Checks the name, since printed commands contain it. Raises BadParameter."""
+    """Checks the name, because printed commands contain it. Raises BadParameter."""
     try:
         return convert(text, NodeName)
     except UnreadableText as error:
@@ -174,8 +174,8 @@ def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
 
 
 async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, Mapping[str, int]]:
-    """Reads the kubelet's checkpoint. Returns the UIDs of the pods that have devices (None: unknown), the containers with ids of
-    gpu-manager, and the number of registered ids by resource."""
+    """Reads the kubelet's checkpoint. Returns the UIDs of the pods with devices (None: unknown), the containers with ids of gpu-manager,
+    and the number of registered ids by resource."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
@@ -251,7 +251,7 @@ def migrate_hami(
 
 
 async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str, str]] | None:
-    """(pod UID, container) of each container that has devices of this resource; None if not known."""
+    """(pod UID, container) of each container with devices of this resource; None if unknown."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
     except (KubeletError, OSError):
@@ -286,7 +286,7 @@ async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:
-    """HAMi's library in the folder, and its SHA-256; the last one by file name, which contains the version. None: there is none."""
+    """HAMi's newest library in the folder, by the version in the file's name, and its SHA-256."""
     for path in sorted(folder.glob("libvgpu.so.*"), reverse=True):
         if path.is_file():
             with path.open("rb") as file:
@@ -302,8 +302,8 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints the plan; with `apply` it then writes the settings file. Names are read from files, so they are made printable; the YAML
-    encoder escapes the settings."""
+    """Prints the plan; with `apply` it then writes the settings file. Names from files are made printable; the YAML encoder escapes the
+    settings."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

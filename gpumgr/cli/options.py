@@ -1,6 +1,4 @@
-"""Options that several commands have, and the effective settings: defaults, file, environment and command line together. Also the names of
-pods on the command line.
-"""
+"""Options of several commands, pod names on the command line, and the effective settings: defaults, file, environment and command line."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +20,7 @@ DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 
 
 class ExitingCommand(click.Command):
-    """A click command with its exit codes in `--help`. `exit_codes`: exit code -> when the command ends with it."""
+    """A command with its exit codes in `--help`. `exit_codes`: exit code -> when the command ends with it."""
 
     def __init__(self, *arguments: Any, exit_codes: Mapping[int, str], **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -64,8 +62,8 @@ kubeconfig_option = click.option(
 
 
 class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where commands find the agent. `checkpoint`: its folder; None if only a socket was given, since the settings may belong to another
-    agent. `given`: by an option."""
+    """Where commands find the agent. `checkpoint` is its folder; None if only a socket was given, because the settings may belong to
+    another agent. `given`: by an option."""
 
     socket: Path
     checkpoint: Path | None
@@ -92,7 +90,7 @@ def agent_options(command: F) -> F:
 
 
 def settings_options(command: F) -> F:
-    """Adds --config and --set; the command gets the effective `settings`. An option --standalone of the command is applied."""
+    """Adds --config and --set; the command gets the effective `settings`, which include its option --standalone."""
 
     @wraps(command)
     def configured(
@@ -111,7 +109,7 @@ def effective_settings(
     assignments: Iterable[str] = (),
     flags: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
-    """`assignments` are texts such as "http.port=9000"; they override `flags`, the values of other options by dotted name.
+    """`assignments` are texts such as "http.port=9000". They override `flags`, the values of other options by dotted name.
 
     Raises InputError, which names every mistake.
     """
@@ -143,7 +141,7 @@ def needed_kubeconfig(given: Path | None) -> Path:
 
 
 class Utf8(click.ParamType[Any]):
-    """A text that is UTF-8: Python keeps other bytes as lone surrogates, which neither JSON nor a URL can hold."""
+    """Text in UTF-8. Python keeps other bytes as lone surrogates, which neither JSON nor a URL can hold."""
 
     name = "text"
 
@@ -156,7 +154,7 @@ class Utf8(click.ParamType[Any]):
 
 
 class PodName(Utf8):
-    """The name of a pod as a `PodKey`. As for kubectl, NAME means the pod in the namespace "default"."""
+    """A `PodKey`. As for kubectl, NAME is a pod in the namespace "default"."""
 
     name = "pod"
 

@@ -32,13 +32,13 @@ class GpuState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A state file: GPUs that are not listed are free."""
+    """A state file. GPUs that it does not list are free."""
 
     gpus: list[GpuState]
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """One GPU of the topology. `note`: why it accepts nothing, or None."""
+    """One GPU of the topology. `note`: why it accepts nothing."""
 
     index: int
     blocks: int

@@ -19,7 +19,7 @@ from gpumgr.placement.pods import PodKey
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.3
-#: The number of attempts to write an annotation, if another writer changes the pod each time.
+#: Attempts to write an annotation while other writers change the pod.
 _TRIES: Final = 5
 _CONFLICT: Final = 409
 
@@ -29,8 +29,6 @@ pod_kubeconfig_option = click.option(
 
 
 class RemotePod:
-    """The pod of this name at the API server."""
-
     def __init__(self, server: ApiServer, pod: PodKey) -> None:
         self._server, self._name = server, "/".join(pod)
         namespace, name = (quote(part, safe="") for part in pod)
@@ -46,7 +44,7 @@ class RemotePod:
         raise GpumgrError(f"there is no pod {self._name}; for another namespace give NAMESPACE/POD")
 
     async def read_for(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
-        """Yields the pod again and again for this time, at least once. Raises as `read`."""
+        """Yields the pod repeatedly for this time, at least once. Raises the errors of `read`."""
         last = time.monotonic() + seconds
         yield await self.read()
         while time.monotonic() < last:
@@ -54,8 +52,8 @@ class RemotePod:
             yield await self.read()
 
     async def annotate(self, key: str, text_of: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-        """Writes the annotation with the text that `text_of` returns for the pod; again if another writer changed the pod in between.
-        Returns the pod as it was before. Raises GpumgrError, and what `text_of` raises."""
+        """Writes the annotation with the text of `text_of(pod)`, again if another writer changed the pod in between. Returns the pod
+        before. Raises GpumgrError, and the errors of `text_of`."""
         for _ in range(_TRIES):
             pod = await self.read()
             same = {name: pod["metadata"][name] for name in ("uid", "resourceVersion") if name in pod["metadata"]}
@@ -70,13 +68,13 @@ class RemotePod:
 
 @asynccontextmanager
 async def remote_pod(pod: PodKey, kubeconfig: Path | None) -> AsyncIterator[RemotePod]:
-    """Opens the client. Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
+    """Raises InputError without a kubeconfig, and GpumgrError if the API server does not answer."""
     async with ApiServer.session(needed_kubeconfig(kubeconfig), remedy="give another --kubeconfig") as server:
         yield RemotePod(server, pod)
 
 
 def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:
-    """The JSON value of an annotation. `default`: its text if the pod lacks it. Raises GpumgrError if it can't be read."""
+    """The JSON value of an annotation. `default` is its text if the pod lacks it. Raises GpumgrError if it can't be read."""
     try:
         return decode_json((pod["metadata"].get("annotations") or {}).get(key, default), kind)
     except UnreadableText as error:

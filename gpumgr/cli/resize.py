@@ -52,7 +52,6 @@ def command(pod: PodKey, container: str | None, cores: int | None, memory: int |
 
 
 async def _resize(kubeconfig: Path | None, name: PodKey, container: str | None, given: Mapping[str, int]) -> str:
-    """The text about the resized container. Raises GpumgrError."""
     requested_at = datetime.now(UTC).isoformat()
     async with remote_pod(name, kubeconfig) as pod:
         before = await pod.annotate(RESIZE_ANNOTATION, lambda seen: _request(seen, _chosen(seen, container), given, requested_at))
@@ -81,8 +80,8 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
 
 
 def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
-    """The text of the annotation that requests the resize. A value that is not given is taken from the request that is not decided yet,
-    else from the agent's last answer."""
+    """The annotation's text that requests the resize. A value that is not given is the one of an undecided request, or else of the agent's
+    last answer."""
     decided, asked = _entry(pod, RESIZED_ANNOTATION, container), _entry(pod, RESIZE_ANNOTATION, container)
     undecided = asked if asked.get("requestedAt") != decided.get("requestedAt") else {}
     now = {key: value for key, value in {**decided, **undecided}.items() if key in ("cores", "memoryMiB")}

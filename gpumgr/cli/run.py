@@ -75,7 +75,7 @@ def command(
     if output is not None:
         assignments = (*assignments, f"log.format={output}")
     if file is None and DEFAULT_CONFIG.exists():
-        file = DEFAULT_CONFIG  # the file is now named explicitly, so that a reload reports an error if it was removed
+        file = DEFAULT_CONFIG  # named explicitly, so that a reload reports an error if it was removed
 
     def load() -> Settings:
         return effective_settings(file, standalone=standalone, assignments=assignments, flags=flags.overrides)
@@ -94,7 +94,7 @@ def command(
             try:
                 await run(settings, hardware, stop=stop, source=source)
             except (GpumgrError, BaseExceptionGroup) as error:
-                code = _exit_code(error)  # logs the reason now, since the end of the loop waits for threads that may hang
+                code = _exit_code(error)  # logged now, because the end of the loop waits for threads that may hang
 
         run_until_signalled(agent)
         sys.exit(code)

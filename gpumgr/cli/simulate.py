@@ -37,8 +37,7 @@ Examples:
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-#: Each worker process of the simulations imports this module. The modules for a live cluster, which need the client of the API server, are
-#: imported only when one of their commands is called.
+#: Imported only for its commands, because each worker process imports this module, and needs no client of the API server.
 _LIVE: Final = "gpumgr.cli.simulate_live"
 CPUS_PER_GPU: Final = click.Option(
     ["--cpus-per-gpu"],
@@ -55,12 +54,12 @@ SOURCE: Final = (
 _Result = inflate.Result | ReplayResult
 _METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate.run, "replay": replay.run}
 _Trace = tuple[list[NodeSpec], list[Pod]]
-#: The method, the policy, the CPU beside one GPU (in thousandths, see --cpus-per-gpu), and the seed of one simulation.
+#: Method, policy, CPU beside one GPU (in thousandths, see --cpus-per-gpu), and seed of one simulation.
 _Task = tuple[str, str, int, int]
 
 
 class _Group(ExitingCommand, click.Group):
-    """A group that may also be called without a subcommand, for a simulation or to save a snapshot."""
+    """May also be called without a subcommand, for a simulation or to save a snapshot."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, invoke_without_command=True, **options)
@@ -178,7 +177,7 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Stores the trace in a worker process. It is sent once to each process, since a trace may be large."""
+    """Stores the trace in a worker process. It may be large, so it is sent once to each process."""
     _received[:] = [trace]
 
 
@@ -199,7 +198,7 @@ class _Column(NamedTuple):
     digits: int = 1
 
     def value(self, result: _Result) -> float:
-        """The value; 0 for a kind of pods that the result does not have."""
+        """0 for a kind of pods that the result does not have."""
         found: float | Mapping[int | str, float] = getattr(result, self.field)
         return found.get(self.key, 0) if isinstance(found, Mapping) else found
 
@@ -220,12 +219,12 @@ _REPLAYED: Final = (
 
 
 def _as_json(found: Iterable[_Result]) -> str:
-    """{"results": [...]}. Where a field has a value for each percentage of arrived demand, the percentage is the key, as text."""
+    """{"results": [...]}. A field with a value per percentage of arrived demand has the percentage, as text, as its key."""
     return msgspec.json.format(msgspec.json.encode({"results": [*found]}), indent=2).decode() + "\n"
 
 
 def _rows(results: Sequence[_Result]) -> list[list[str]]:
-    """The header and a row for each policy: means over the seeds, with the standard deviation if there are several seeds."""
+    """The header and a row for each policy: means over the seeds, with the standard deviation of several seeds."""
     others = {kind for result in results for kind in result.failed_pods} - set(KINDS)
     failed = [_Column(f"FAILED:{kind}", "failed_pods", kind) for kind in [*KINDS, *sorted(others, key=int)]]
     inflated = [*_INFLATED, *failed, _Column("IDLE GPUS", "idle_gpus")]
@@ -244,8 +243,8 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
-    """A table as text. `rows`: the header first. Control characters in the texts are escaped."""
-    # Imported here, since each worker process of the simulations imports this module.
+    """A table as text. `rows` begins with the header. Control characters are escaped."""
+    # Here, because each worker process imports this module.
     from rich.text import Text
 
     from gpumgr.cli.formats import open_table, plain_text

@@ -1,6 +1,6 @@
 """`gpumgr simulate fit` and `defrag`: questions about a live cluster, answered on a snapshot of it. Nothing is changed.
 
-The snapshot has what the answers need of nodes, pods and PodDisruptionBudgets, from the API server or a file.
+The snapshot has the needed fields of nodes, pods and PodDisruptionBudgets, from the API server or a file.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Document = dict[str, Any]
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
 #: The largest file of a pod.
 _MOST_BYTES: Final = 1 << 20
-#: The fields that are kept, by their paths. Other fields, such as environment variables, may contain secrets.
+#: The paths of the fields that are kept. Other fields, such as environment variables, may contain secrets.
 _KEPT: Final = re.compile(
     r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
     |[a-z]+/metadata/annotations/(gpumgr\.io/(inventory|placement|policy|(use|avoid|same)-.*)|tencent\.com/predicate-.*
@@ -50,7 +50,7 @@ _KEPT: Final = re.compile(
 
 
 class _Snapshot(TypedDict):
-    """`poddisruptionbudgets` None: they can't be listed."""
+    """`poddisruptionbudgets` is None if they can't be listed."""
 
     kind: Literal["gpumgr snapshot"]
     version: Literal[1]
@@ -106,7 +106,7 @@ async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
 
 
 def _kept(value: Any, path: str) -> Any:
-    """The value with only the fields that `_KEPT` names; None if it has none of them."""
+    """The value with only the fields of `_KEPT`; None if it has none."""
     if isinstance(value, dict):
         items = {key: new for key, each in value.items() if (new := _kept(each, f"{path}/{key}")) is not None}
         return items if items or not value else None

@@ -1,4 +1,4 @@
-"""`gpumgr suspend` and `gpumgr resume`: set an annotation of a pod. The agent on the pod's node reads it and acts."""
+"""`gpumgr suspend` and `gpumgr resume` set an annotation of a pod. The agent on the pod's node reads it and acts."""
 
 import asyncio
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
 
 
 def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
-    """Sets the annotation to `value`, and prints the containers' states. Raises GpumgrError unless all of them are `wanted` in this time. 0
+    """Sets the annotation to `value`, and prints the containers' states. Raises GpumgrError unless all are `wanted` in this time. 0
     seconds: no wait, and no such error."""
     states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
@@ -91,8 +91,8 @@ def _reached(states: _States, wanted: str) -> bool:
 
 
 def _states(pod: Mapping[str, Any]) -> _States:
-    """Container -> its state and the reason, as the agent wrote them, without containers that have ended, such as init containers.
-    Raises GpumgrError if none is left."""
+    """Container -> its state and the reason, as the agent wrote them. Ended containers, such as init containers, are left out. Raises
+    GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(

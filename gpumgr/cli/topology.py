@@ -1,6 +1,5 @@
-"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also the source of a node for other commands: a topology in the text of
-nvidia-smi, a simulated node, or this machine's driver and hardware.
-"""
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also reads a node for other commands: from the text of nvidia-smi, a
+simulated node, or this machine's driver."""
 
 import asyncio
 import tempfile
@@ -23,22 +22,22 @@ from gpumgr.placement.tree import matrix_cells, render_matrix, render_tree, tree
 
 @contextmanager
 def hardware_of(sim: str | None, library_path: Path | None = None, folder: Path | None = None) -> Iterator[Hardware]:
-    """`sim`: name or file of a simulated node. Its files stay in `folder`; without `folder` they are in a temporary one. None: this
-    machine, with the driver's library at `library_path` if that is set.
+    """`sim`: name or file of a simulated node; None: this machine, with the driver's library at `library_path` if set. The simulated node's
+    files are in `folder`, or else in a temporary one.
 
     Raises SettingsError if the node's description is wrong, InputError without a C compiler.
     """
     if sim is None:
         yield Hardware(library_path=str(library_path) if library_path else None)
         return
-    from gpumgr.sim.library import prepare  # imported here, since a real node does not need it
+    from gpumgr.sim.library import prepare  # a real node does not need it
 
     with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="gpumgr-sim-") as place:
         node = prepare(sim, Path(place))
         yield Hardware(library_path=node.library_path, sysfs_root=node.sysfs_root, proc_root=node.proc_root, simulated=True)
 
 
-#: The type of a file option: click checks the path, and the command opens the file; - is stdin.
+#: click checks the path, and the command opens the file; - is stdin.
 FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -55,8 +54,8 @@ class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_option(*, required: bool) -> Callable[[_F], _F]:
-    """Adds --topology and --sim; the command gets the `node` that they name. `required`: one of them must be given; else this machine's
-    driver is asked. Raises what `read_topology` and `read_snapshot` raise."""
+    """Adds --topology and --sim; the command gets the `node` that they name, or else this machine's. `required`: one must be given. Raises
+    the errors of `read_topology` and `read_snapshot`."""
 
     def added(command: _F) -> _F:
         @wraps(command)
@@ -103,12 +102,11 @@ def read_topology(path: str) -> ShownNode:
 
 
 def read_snapshot(sim: str | None) -> NodeSnapshot:
-    """The GPUs of the simulated node `sim`, or of this machine if it is None. Both are read through the same library calls.
+    """The GPUs of the simulated node `sim`, or of this machine if it is None, through the same library calls.
 
-    Raises NvmlAbsent without a driver, and NvmlError if the driver fails or hangs. For a simulated node it raises SettingsError if the
-    description is wrong, and InputError without a C compiler.
+    Raises NvmlAbsent without a driver, NvmlError if the driver fails or hangs, and the errors of `hardware_of`.
     """
-    from gpumgr.driver.driver import Nvml  # imported here, since a topology file needs no library of a driver
+    from gpumgr.driver.driver import Nvml  # a topology file needs no library of a driver
 
     async def read(nvml: Nvml) -> NodeSnapshot:
         await nvml.open()

@@ -1,6 +1,6 @@
-"""`gpumgr usage`: what containers hold of this node's GPUs, and what they use, once or live, in tables for a terminal of any width.
+"""`gpumgr usage`: what containers hold and use of this node's GPUs, once or live, in tables for a terminal of any width.
 
-The texts of a `NodeState` have no control characters (see `agent_client.decoded`).
+The texts of a `NodeState` are printable (see `agent_client.decoded`).
 """
 
 import asyncio
@@ -37,12 +37,11 @@ from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
 #: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
 POLL_SECONDS: Final = 0.5
-#: Words that are removed from a model's name.
+#: Removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
 
 
 def usage_tables(state: NodeState) -> RenderableType:
-    """Title, GPUs, notes about them, containers."""
     gpus = gpus_of(state.gpus)
     containers = sorted(state.containers, key=lambda row: _sort_key(row, gpus))
     parts: list[RenderableType] = [Text(_head(state), style="bold"), *(Text(why, style="red") for why in state.not_ready), Text()]
@@ -118,7 +117,7 @@ def _model(model: str | None) -> str:
 
 
 def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels) -> Table:
-    """If the limiter, which gives containers turns on a GPU, limits one of them: HELD in place of CORES, and WAITED in place of PROCS."""
+    """If the limiter limits a container: HELD and WAITED replace CORES and PROCS. It gives containers turns on a GPU."""
     turns = any(row.held_ratio is not None for row in rows)
     numbers = ("HELD", "WAITED", "BUSY", "MEMORY", "USED") if turns else ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
     table = open_table(("POD (CONTAINER)", False), ("GPU", True), *((name, True) for name in numbers), ("LIMITS", False))
@@ -187,7 +186,6 @@ class Screen(Live):
         super().__init__(console=console, screen=True, auto_refresh=False)
 
     def show(self, state: NodeState, *above: Text) -> None:
-        """`above`: lines above the tables."""
         screen = Layout()
         footer = Text(f"{clock_time(state.at)}   Ctrl-C quits", style="dim", no_wrap=True)
         screen.split_column(Layout(Group(*above, usage_tables(state))), Layout(footer, size=1))
@@ -242,7 +240,7 @@ def command(watch: bool, location: AgentLocation, output: Literal["text", "json"
     if watch:
         if output == "json" or not sys.stdout.isatty() or Console().is_dumb_terminal:
             raise click.UsageError("--watch needs a terminal, and no --output json")
-        for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, they restore the screen
+        for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, they restore the screen
             signal.signal(number, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_watch(location.socket))

@@ -1,5 +1,6 @@
-"""`gpumgr why`: what is known about a pod: its request, its GPUs, why it was refused, or why it waits. The texts of a `PodDetails` have no
-control characters (see `agent_client.decoded`).
+"""`gpumgr why`: a pod's request, its GPUs, why it was refused, or why it waits.
+
+The texts of a `PodDetails` are printable (see `agent_client.decoded`).
 """
 
 import asyncio
@@ -101,7 +102,7 @@ def command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    # Imported here: the module loads the API server's client, which a question to the agent does not need.
+    # Here, because this module loads the API server's client, which a question to the agent does not need.
     from gpumgr.cli.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
@@ -191,7 +192,7 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
 
 
 def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
-    """The amounts of the entry; for a grant those of both calls of the kubelet (cores, memory)."""
+    """The amounts of the entry. A grant has the amounts of both calls of the kubelet (cores, memory)."""
     calls = [each for each in pod.history if each.what == entry.what == "granted" and each.id == entry.id]
     return {each.kind: each.size for each in (*calls, entry) if each.kind and each.size}
 
@@ -226,7 +227,6 @@ def _because(entry: HistoryEntry) -> str:
 
 
 def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]:
-    """A table of what was free on each GPU."""
     if not entry.candidates:
         return
     table = open_table(("GPU", False), ("cores free", True), ("blocks free", True), ("chosen, or why not", False))
@@ -239,7 +239,7 @@ def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]
 
 
 def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
-    """The text "chosen", or why the GPU was not chosen; empty if that is not known. An amount of 0 in `request`: not known."""
+    """ "chosen", or why the GPU was not chosen; empty if unknown. An amount of 0 in `request` is unknown."""
     if candidate.gpu in entry.gpus:
         return "chosen"
     if candidate.note is not None:

@@ -1,4 +1,4 @@
-"""Checks and their findings; runs checks concurrently, each with a time limit."""
+"""Runs checks concurrently, each with a time limit, and collects their findings."""
 
 import asyncio
 import math
@@ -11,18 +11,18 @@ from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import GpumgrError
 
 LIMIT_SECONDS: Final = 5.0
-#: The time limit for a peer's answer: shorter than that of the check, so that the check reports which peer did not answer.
+#: Shorter than the limit of a check, so that the check can report which peer did not answer.
 PEER_SECONDS: Final = LIMIT_SECONDS * 0.4
 
 T = TypeVar("T")
 
-#: warning: the agent runs, but something will be missing. error: something that the settings require cannot work. skipped: not needed
-#: with these settings.
+#: warning: the agent runs, but something will be missing. error: something that the settings require can't work. skipped: not needed with
+#: these settings.
 State = Literal["ok", "warning", "error", "skipped"]
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`message` states the fact, `remedy` what to do about it (None: nothing)."""
+    """`message` is the fact, `remedy` what to do about it."""
 
     state: State
     message: str
@@ -33,9 +33,9 @@ Look = Callable[[], Coroutine[Any, Any, CheckResult]]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One check of one thing. `if_hung`: the remedy when `look` does not return in time.
+    """A check of one thing. `if_hung` is the remedy if `look` does not return in time.
 
-    `look` may raise GpumgrError or OSError; the result is then an error with the exception's text.
+    `look` may raise GpumgrError or OSError, which becomes an error with this text.
     """
 
     name: str
@@ -60,15 +60,14 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """A result with the text of an exception. The remedy is the part of the text after its first semicolon, or else `remedy`."""
+    """A result with the text of an exception. The remedy is the text after its first semicolon, or else `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit of the
-    process."""
+    """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit."""
 
     findings: Mapping[str, CheckResult]
     hung: bool
@@ -79,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
-    """Runs the checks. An exception in a check becomes its result. A check that does not end even when it is cancelled is abandoned."""
+    """Runs the checks. An exception in a check becomes its result. A check that continues after it was cancelled is abandoned."""
     tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
     _, hung = await asyncio.wait(tasks, timeout=limit_seconds)
     for task in hung:
@@ -101,5 +100,5 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 
 
 async def aside(fn: Callable[[], T]) -> T:
-    """The result of `fn`, which runs on a daemon thread: unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
+    """Runs `fn` on a daemon thread. Unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
     return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)

@@ -1,8 +1,7 @@
-"""Checks that ask the API server: the rights of the agent's account, and mode dra. If the API server refuses, or its answer can't be
-used, the check reports that.
+"""Checks that ask the API server: the rights of the agent's account, and mode dra. A refusal or unusable answer becomes the finding.
 
-In mode dra the checks are about the sockets of gpumgr's DRA driver, its ResourceSlice, the API server's version and gates, and claims that
-hold GPUs but do not exist in the API server.
+Mode dra: the sockets of gpumgr's DRA driver, its ResourceSlice, the API server's version and gates, and claims that hold GPUs but do not
+exist in the API server.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
 
 
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:
-    """Calls `look` with the API server of the settings, and returns the judged result."""
+    """Calls `look` with the API server of the settings. Returns the judged result."""
     try:
         async with ApiServer.session(settings.kubernetes.kubeconfig) as server:
             return await judged(look(server))
@@ -58,7 +57,7 @@ _GRANT: Final = (
 
 
 def needed(settings: Settings) -> Iterator[Right]:
-    """Rights without which something that the settings require does not work."""
+    """Rights that something in the settings requires."""
     for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
     if settings.node.mode == "dra":
@@ -74,7 +73,7 @@ def needed(settings: Settings) -> Iterator[Right]:
 
 
 def for_people(settings: Settings) -> Iterator[Right]:
-    """Rights without which annotations, events or labels are missing, and nothing else changes."""
+    """Rights that only annotations, events or labels need."""
     kubernetes = settings.kubernetes
     if kubernetes.annotate_pods and settings.node.mode == "plugin":
         yield Right(verb="patch", resource="pods")
@@ -117,7 +116,7 @@ async def look_at_mode(mode: str) -> CheckResult:
 
 
 async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
-    """Whether the kubelet's folders can be written, and whether the DRA driver listens at its sockets in them."""
+    """Whether the kubelet's folders can be written, and whether gpumgr's DRA driver listens there."""
     return await aside(lambda: _sockets(kubelet))
 
 
@@ -138,8 +137,8 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
-    """What the API server stores of a ResourceSlice (found out by a dry run), and whether the node's slice has the GPUs that
-    NVIDIA's driver lists."""
+    """Which parts of a ResourceSlice the API server stores (by a dry run), and whether the node's slice has the GPUs that NVIDIA's driver
+    lists."""
     if not settings.kubernetes.enabled:
         return error(_STANDALONE, _ENABLE)
     return await ask(settings, partial(_slice, settings.node.name, gpus))
@@ -170,8 +169,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """A sentence for each difference between driver and ResourceSlice. `blocks`: UUID -> memory in blocks of 256 MiB, for the GPUs that the
-    driver lists (None: it reports no memory). A published GPU with taints may be missing there."""
+    """A sentence for each difference between driver and ResourceSlice. `blocks`: UUID -> blocks of 256 MiB, for the GPUs that the driver
+    lists (None: it reports no memory). Published GPUs with taints may be missing there."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]

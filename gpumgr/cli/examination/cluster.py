@@ -31,7 +31,7 @@ _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
-#: The prefix of the annotations to which HAMi's scheduler writes the chosen GPUs.
+#: The prefix of the annotations with the GPUs that HAMi's scheduler chose.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
 
@@ -39,7 +39,7 @@ Json = Mapping[str, Any]
 
 
 class Deployed(NamedTuple):
-    """One of the chart's Deployments; `pod` is the spec of its pods."""
+    """A Deployment of the chart; `pod` is the spec of its pods."""
 
     namespace: str
     name: str
@@ -62,7 +62,7 @@ class Cluster:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def deployed(self, container: str) -> Deployed | None:
-        """gpumgr's Deployment with a first container of this name; None if there is none."""
+        """gpumgr's Deployment with a first container of this name."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
@@ -70,7 +70,7 @@ class Cluster:
         return None
 
     async def config(self, given: str | None) -> Json | None:
-        """kube-scheduler's configuration: the given one, else the chart's ConfigMap; None if there is neither. Raises ValueError."""
+        """kube-scheduler's configuration: `given`, else the chart's ConfigMap, else None. Raises ValueError."""
         if given is not None:
             return parse_config(given)
         found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
@@ -121,7 +121,7 @@ async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
 
 
 def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
-    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: the scheduler serves pods with HAMi's resources."""
+    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
     watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
     return (
         *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
@@ -171,7 +171,7 @@ async def _claims_policies(cluster: Cluster) -> CheckResult:
 
 
 async def _versions(cluster: Cluster) -> CheckResult:
-    """kube-scheduler must have the minor version of the API server or the one before."""
+    """kube-scheduler must have the API server's minor version or the one before."""
     server = _minor(str((await cluster.get("/version"))["gitVersion"]))
     pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
     first = [pod["spec"]["containers"][0] for pod in pods]

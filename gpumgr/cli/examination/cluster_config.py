@@ -1,6 +1,5 @@
-"""The configuration of a cluster: KubeSchedulerConfiguration, and for claims (docs/dra.md) the DeviceClass, the admission policies and the
-rights of `gpumgr claims`.
-"""
+"""Checks the KubeSchedulerConfiguration, and for claims (docs/dra.md) the DeviceClass, the admission policies and the rights of `gpumgr
+claims`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -47,12 +46,12 @@ def parse_config(text: str) -> Mapping[str, Any]:
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of the profiles; a pod has one in spec.schedulerName."""
+    """The names of the profiles, which pods have in spec.schedulerName."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 
 def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly, or would not be placed."""
+    """Yields (severe, what is wrong). `severe`: pods would be placed wrongly, or not at all."""
     managed = {CORE_RESOURCE, MEMORY_RESOURCE}
     ours = [each for each in config.get("extenders") or () if managed & _managed(each).keys()]
     if len(ours) != 1:
@@ -112,8 +111,8 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """The rights that `gpumgr claims` needs in all namespaces. Its right to the ConfigMap of the quotas is left out, since a setting names
-    the ConfigMap."""
+    """The rights that `gpumgr claims` needs in all namespaces. Its right to the quotas' ConfigMap is left out, because a setting names
+    that."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),
@@ -126,8 +125,8 @@ def needed_by_claims() -> Iterator[Right]:
 
 
 async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
-    """The policies with a binding; if a binding has validation actions, Deny must be among them. None: the API server does not support
-    policies of this kind."""
+    """The policies with a binding that denies, if it has validation actions. None: the API server does not support policies of this
+    kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
     bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings")
     specs = [each["spec"] for each in items_of(bindings)] if bindings is not None else []
@@ -145,7 +144,6 @@ async def look_at_class(server: ApiServer) -> CheckResult:
 
 
 async def look_at_policies(server: ApiServer, *, installed: bool) -> CheckResult:
-    """`installed`: `gpumgr claims` runs in the cluster."""
     found = {(kind, str(each["metadata"]["name"])) for kind in _POLICIES for each in await policies_in_force(server, kind) or ()}
     ends = [(kind, f"-claims-{end}") for kind, suffixes in _POLICIES.items() for end in suffixes]
     missing = [(kind, end) for kind, end in ends if not any(each == kind and name.endswith(end) for each, name in found)]

@@ -1,4 +1,4 @@
-"""Enforcement: asks each backend whether this node can use it, and chooses one, as the agent does."""
+"""Asks each backend whether this node can use it, and chooses one as the agent does."""
 
 import asyncio
 import tempfile
@@ -53,7 +53,7 @@ class NodeBackends:
             return str(exception)
 
     async def look_at(self, name: str) -> CheckResult:
-        """Whether this node can use the backend. The result is an error only if the settings name the backend."""
+        """Whether this node can use the backend; an error only if the settings name it."""
         words = backend_words(self._settings)
         if not {name, "auto"} & words and not (name == "mps" and "nvml-memory" in words):
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
@@ -66,7 +66,7 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_hami_core(self) -> CheckResult:
-        """As `look_at`, and which library containers get."""
+        """Like `look_at`, and which library containers get."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
@@ -82,7 +82,7 @@ class NodeBackends:
 
 
 async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
-    """By how much the memory limits of containers exceed the memory of the GPUs, according to the agent of this node."""
+    """By how much the memory limits of containers exceed the memory of the GPUs, as this node's agent reports."""
     try:
         async with AgentClient(settings.http.socket) as agent:
             state = decoded(await agent.get(STATE, timeout_seconds=timeout_seconds), NodeState)
@@ -94,8 +94,7 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend; `described`: the choice as text. Why another backend can't be used is in that backend's
-    own check."""
+    """`setting`: enforcement.backend. `described`: the choice as text. Each other backend's own check shows why it can't be used."""
     lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
     if lost:
         return error(
@@ -109,7 +108,7 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Check
 
 
 def _version(library: Path) -> str:
-    """The version that `gpumgr install library` stored beside the library; empty for a library in another folder."""
+    """The version that `gpumgr install library` stored beside the library; empty in another folder."""
     try:
         text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
 """Checks the folders that the agent writes: whether they can be written, whether a pod mounts them from the host, and whether the
 checkpoint can be used.
 
-The checkpoint is read as `gpumgr checkpoint show` reads it: no content changes and no file is created. After a killed agent sqlite may
-rebuild its shared-memory index (-shm), as for the next agent.
+The checkpoint's content stays, and no file is created. After a killed agent sqlite may rebuild its shared-memory index (-shm), as for the
+next agent.
 """
 
 import os
@@ -28,7 +28,7 @@ def backend_words(settings: Settings) -> frozenset[str]:
 
 
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Yields (setting, its folder) for each folder that the agent writes."""
+    """Yields (setting, folder) for each folder that the agent writes."""
     yield "checkpoint.dir", settings.checkpoint.dir
     yield "process.lock_path", settings.process.lock_path.parent
     yield "container.allocation_dir", settings.container.allocation_dir
@@ -47,7 +47,7 @@ async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
 
 
 def obstacle(folder: Path) -> str | None:
-    """Why nothing can be created in the folder, or why the folder itself cannot be created; None: it can."""
+    """Why nothing can be created in the folder, or why the folder can't be made; None if neither."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=nearest))
@@ -80,7 +80,7 @@ async def look_at_checkpoint(folder: Path) -> CheckResult:
     return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
 
 
-#: A part of the path of every emptyDir, which is deleted with its pod.
+#: In the path of every emptyDir, which is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 

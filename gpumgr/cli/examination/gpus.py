@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SharedNvml:
-    """NVML for concurrent checks. A process can have only one NVML session, so the checks use it one after another."""
+    """NVML for concurrent checks, which use it one after another, because a process can have only one NVML session."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
@@ -34,7 +34,7 @@ class SharedNvml:
         self._snapshot: asyncio.Task[NodeSnapshot] | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Opens the session, returns the result of `question`, and closes the session. Raises NvmlError."""
+        """Returns the result of `question`, called with the session open. Raises NvmlError."""
         async with self._asking:
             try:
                 await self.nvml.open()
@@ -50,7 +50,7 @@ class SharedNvml:
 
 
 async def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> CheckResult:
-    """The kernel module, as the driver shows it under /proc. On WSL2 there is none."""
+    """The kernel module, as the driver shows it under /proc. WSL2 has none."""
     if simulated:
         return skipped("a simulated node has none")
     if await aside((device_root / WSL_NODE).exists):
@@ -68,14 +68,14 @@ def _driver(proc_root: Path) -> CheckResult:
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
-        devices = ["nvidia-uvm"]  # without /proc/devices nothing is known of the module, so nothing is reported
+        devices = ["nvidia-uvm"]  # nothing is known of the module, so nothing is reported
     if "nvidia-uvm" not in devices:
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)
 
 
 async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
-    """`mig_offered`: MIG devices are offered or created, so MIG mode is not reported as a fault."""
+    """`mig_offered`: MIG devices are offered or created, so MIG mode is no fault."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
@@ -100,7 +100,7 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
 
 
 async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:
-    """With dynamic MIG: the MIG devices that the agent will destroy, since no container of the ledger has them."""
+    """With dynamic MIG: the MIG devices that the agent will destroy, because no container of the ledger has them."""
     try:
         instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
         loaded = await aside(lambda: read_checkpoint(checkpoint_dir))
@@ -129,7 +129,7 @@ def _models(gpus: tuple[Gpu, ...]) -> str:
 
 
 async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated: bool) -> CheckResult:
-    """The device nodes that containers get: one per GPU that NVML shows, and the common ones."""
+    """The device nodes that containers get: one per GPU of NVML, and the common ones."""
     if simulated:
         return skipped("a simulated node has none")
     try:
@@ -140,7 +140,7 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
 
 
 def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
-    """`minors`: the GPUs' minor numbers (None for a GPU without one). None: NVML does not answer; then the node of at least one GPU must
+    """`minors`: the GPUs' minor numbers, None for a GPU without one. Without `minors` NVML does not answer, and one GPU's node must
     exist."""
     if minors and None in minors:
         node = root / WSL_NODE

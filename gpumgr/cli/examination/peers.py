@@ -1,6 +1,5 @@
-"""Checks of the programs that the agent talks to on its node. The kubelet: its device plugin folder, its PodResources API, and the device
-plugins in the folder. The container runtime and what it uses: CRI, cgroups, CDI, and the driver's files in containers.
-"""
+"""Checks of the programs that the agent uses on its node. Kubelet: its device plugin folder, its PodResources API, and the plugins in the
+folder. Container runtime: CRI, cgroups, CDI, and the driver's files in containers."""
 
 import asyncio
 import os
@@ -25,12 +24,12 @@ from gpumgr.runtime.cri import CriClient, Runtimes, RuntimeVersion, driver_acces
 from gpumgr.settings import Settings
 
 KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: The folder is a constant in Kubernetes' kubelet (pkg/kubelet/cm/devicemanager); kubelets of some distributions use another folder.
+#: A constant of Kubernetes' kubelet (pkg/kubelet/cm/devicemanager). Kubelets of some distributions use another folder.
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List, Get has no effect on the kubelet, so it disturbs no admission beside a running agent. A call that names no pod gets an error
-#: from every kubelet; kubelets before 1.27 answer that the method does not exist.
+#: Unlike List, Get does not change the kubelet, so it disturbs no admission of a running agent. Without a pod's name every kubelet returns
+#: an error; before 1.27, that the method does not exist.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 
@@ -53,8 +52,8 @@ async def look_at_folder(folder: Path) -> CheckResult:
 
 
 async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
-    """Whether the kubelet answers. `needs_cdi`: the agent's answers name CDI devices, which kubelets accept
-    since 1.28 with a feature gate, and by default since 1.29."""
+    """Whether the kubelet answers. `needs_cdi`: the agent's answers name CDI devices, which need kubelet 1.29, or 1.28 with a feature
+    gate."""
     try:
         with closing(UnixChannel(socket)) as channel:
             await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
@@ -105,7 +104,7 @@ async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) ->
 
 RUNTIME_HUNG: Final = "the container runtime hangs: look at its log (`journalctl -u containerd`) and restart it"
 SET_SOCKET: Final = "start the container runtime, or set cri.socket to the socket that the kubelet uses"
-#: The default folders in which runtimes look for CDI specs.
+#: Where runtimes look for CDI specs by default.
 CDI_DIRS: Final = (Path("/etc/cdi"), Path("/run/cdi"))
 
 
@@ -123,8 +122,7 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS
 
 
 async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
-    """Whether the processes of containers can be found. The check of the backend nvml-memory reports whether the version of cgroups is
-    sufficient for that backend."""
+    """Whether the processes of containers can be found. The check nvml-memory reports whether the cgroup version is sufficient for it."""
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
     except CriError as exception:
@@ -148,7 +146,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
     except CriError as exception:
         return error_of(exception, SET_SOCKET)
     about = f"{runtime.name} {runtime.version}"
-    # containerd supports CDI since 1.7, and enables it by default since 2.0. Every CRI-O of a Kubernetes with CDI has it enabled.
+    # containerd has CDI since 1.7, and by default since 2.0. Every CRI-O of a Kubernetes with CDI has it enabled.
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     if not found or runtime.name not in ("containerd", "cri-o"):
         return warning(f"it is unknown whether {about} supports CDI devices", "see its documentation")
