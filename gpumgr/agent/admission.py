@@ -1,9 +1,7 @@
-"""Identifies the container that the kubelet is admitting: from PodResources, the pod cache, and the order of the kubelet's calls.
+"""Identifies the container that the kubelet is admitting: from PodResources `List`, the pod cache, and the order of the kubelet's calls.
 
-The kubelet answers at most 100 calls of PodResources `List` a second, of all clients together, and composes each answer anew. So the agent
-calls `List` once for each pod. The order of calls identifies the container that requests the second resource; `List` confirms it while the
-rate of calls is low. If only `List` can show which pod a call is for, and `List` fails, the agent (`writer.py`) calls `List`
-again for LIST_AGAIN_SECONDS and then refuses: it does not guess.
+The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. So the agent calls `List`
+once for each pod. The order of calls identifies the container that requests the second resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,14 +33,14 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: `List` is called only to confirm a container that the order of calls has identified if the last such call is this long ago.
+#: `List` is called only to confirm what the order of calls shows if the last such call is this long ago.
 SPARE_LOOK_SECONDS = 0.05
 #: A call for replicas waits up to this time for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the
 #: call must be refused.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
 FOLLOWS_SECONDS = 1.0
-#: If only `List` can show which pod a call is for, and `List` fails: how long the agent calls it again, and the pause between two calls.
+#: If `List` fails and nothing else can show the pod: how long the agent calls it again, and the pause between two calls. Then it refuses.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
 
@@ -73,12 +71,12 @@ class Admission:
         self._pods = pods
         self._pod_resources = pod_resources
         self._pod_ends = pod_ends
-        #: Allocations with ids that the kubelet offered again, although their pods run or may run.
+        #: Allocations that were kept although the kubelet offered their ids again.
         self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> number of the `List` call that first showed it. A new pod under an earlier pod's name counts anew, as far as `List`
-        #: and UIDs show that it is new.
+        #: Listed pod -> number of the `List` call that first showed it. A new pod under an earlier pod's name counts anew, if `List` or
+        #: UIDs show that it is new.
         self._seen: dict[PodKey, int] = {}
         self._uids: dict[PodKey, str] = {}
         self._looks = 0
@@ -110,12 +108,12 @@ class Admission:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """Records which `List` call showed each pod first. If a refused pod was never missing in `List`, and a new pod has its name, only
-        the UID shows that the pod is new."""
+        """Records which `List` call showed each pod first. A new pod can have the name of a refused pod that `List` never lacked; then only
+        the UID shows that it is new."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
         numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
-        # A restarted kubelet adds its pods in the order of their creation: a pod that it does not list has ended if it is older than the
+        # A restarted kubelet adds its pods in the order of their creation. So a pod that it does not list has ended if it is older than the
         # newest listed one.
         newest, incomplete = max(numbers.values(), default=0), self._clock() < self._incomplete_until
         kept = {pod: number for pod, number in self._seen.items() if incomplete and number > newest}
@@ -125,18 +123,17 @@ class Admission:
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
         """Call it when the kubelet has restarted: for `incomplete_seconds` a pod that `List` lacks may still run."""
         self._incomplete_until = self._clock() + incomplete_seconds
-        # After its restart the kubelet admits a refused pod again if the API server does not know yet that the pod has failed.
+        # A restarted kubelet admits a refused pod again if the API server does not know yet that the pod has failed.
         self._refused = frozenset()
 
     def called(self) -> int:
-        """Call it when a GetPreferredAllocation or Allocate arrives; returns the call's number. The kubelet makes one such call at a
-        time."""
+        """Call it when a GetPreferredAllocation or Allocate arrives; returns the call's number."""
         self.call, self._called_at = self.call + 1, self._clock()
         return self.call
 
     async def identify(self, ledger: Ledger, request: Request) -> tuple[Ledger, Caller]:
         """Returns the ledger without the ids that the kubelet has freed, and the container that GetPreferredAllocation is for. Raises
-        ListFailedError if only `List` can show the container, and `List` fails."""
+        ListFailedError."""
         resource, size, offered = request.resource, request.size, minus(request.available, request.must)
         follows = self._follower(ledger, resource, size)
         contested = bool(common(ledger.held(resource), offered))
@@ -154,8 +151,8 @@ class Admission:
         return handed_on(ledger, resource, request.must, caller.pod), caller
 
     async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
-        """Like `identify`, for an Allocate without a GetPreferredAllocation. The kubelet makes such a call if the container takes over ids
-        of its pod's init containers, or if the Topology Manager left no choice."""
+        """Like `identify`, for an Allocate without a GetPreferredAllocation: the container takes over ids of its pod's init containers, or
+        the Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
         left_by = reuser(ledger, resource, masks)
         if (
@@ -166,8 +163,7 @@ class Admission:
         ):
             return handed_on(ledger, resource, masks, left_by.pod), successor
         if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
-            # The ids are held, but their holder may have just ended. `List` delays the kubelet's Allocate, but without `List` this call
-            # would be refused.
+            # The ids are held, but their holder may have just ended. `List` delays this Allocate, but without it the call would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
                 left_by = reuser(ledger, resource, masks)
@@ -180,7 +176,7 @@ class Admission:
         return ledger, caller
 
     def refuse_placed(self, caller: Caller) -> None:
-        """Raises Refusal if the scheduler placed the caller's pod, and it is not known which container of the pod makes this call."""
+        """Raises Refusal if the scheduler placed the caller's pod, but it is not known which of the containers makes this call."""
         view = self._pods.get(caller.pod) if caller.pod and caller.spec is None and caller.continues is None else None
         if view is not None and view.placed:
             raise Refusal(
@@ -193,13 +189,12 @@ class Admission:
         """Call it when an Allocate for this caller has been granted."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The pod's UID is not known yet, and the UID on record may be of an earlier pod with this name. Once the pod's own UID is
-            # known, the pod must not count as newly listed.
+            # The UID on record may be of an earlier pod with this name. Once the pod's own UID is known, the pod must not count as newly
+            # listed.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
-        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet then rejects this pod, and its next call is for another
-        pod."""
+        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet's next call is then for another pod."""
         self.current, self._granted_at = UNKNOWN_CALLER, float("-inf")
         uids = {*self._refused, *([caller.uid] if caller.uid is not None and not caller.unconfirmed else [])}
         self._refused = frozenset(uid for uid in uids if (view := self._pods.by_uid(uid)) is not None and not view.ended)
@@ -207,8 +202,8 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, without allocations of ended pods. Only allocations that hold `offered` ids or that
-        `_is_over` finds are examined."""
+        """The ledger with the names that `List` shows, without allocations of ended pods. Only holders of `offered` ids and the finds of
+        `_is_over` are examined."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -218,7 +213,7 @@ class Admission:
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
         kept = [a for a in absent.values() if not ended[a.id]]
-        # A listed pod without the ids on record may be a new pod under an old name. The cache may not have its UID yet.
+        # A listed pod without the ids on record may be a new pod under an old name, with a UID that the cache does not have yet.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
         for pod in self._seen.keys() & renewed:
@@ -229,7 +224,6 @@ class Admission:
         return freed
 
     def _log_kept(self, kept: Iterable[Allocation], ended: Mapping[AllocationId, bool | None]) -> None:
-        """Logs each allocation once."""
         for a in kept:
             if a.id not in self._kept:
                 runs = "its pod runs"
@@ -239,8 +233,8 @@ class Admission:
                 self._kept |= {a.id}
 
     def _is_over(self, a: Allocation, listing: Listing) -> bool:
-        """Whether the allocation's pod has ended: `List` lacks the pod, and the API server confirms its end. Without a UID, a new pod of
-        the same name in `List` shows the end."""
+        """Whether the allocation's pod has ended: `List` lacks it, and the API server confirms its end. Without a UID, a new pod of the
+        same name in `List` shows the end."""
         if a.uid is None:
             return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
@@ -249,9 +243,8 @@ class Admission:
         return view is None or view.ended
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
-        """The caller is the newest listed pod that waits for these ids, since the kubelet adds no pod to the list while it admits another
-        one. If the cache has no such pod (the cache is late, or has an earlier pod of the same name), the caller is among the pods that
-        were listed last."""
+        """The caller is the newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If
+        the cache lacks that pod, the caller is among the pods that were listed last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -269,8 +262,8 @@ class Admission:
         return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """The pod that was added last among the listed pods that may wait for ids. Among pods that the same `List` call showed first, the
-        pod of the last Allocate is preferred."""
+        """The pod that was listed last and may wait for ids. Among pods that the same `List` call showed first, the pod of the last
+        Allocate is preferred."""
         last = self._last(ledger)
 
         def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
@@ -290,7 +283,7 @@ class Admission:
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
     def _follower(self, ledger: Ledger, resource: Resource, size: int) -> Caller | None:
-        """The pod of the last granted call as the caller; None if none of its containers waits for exactly this amount."""
+        """The pod of the last granted call, if one of its containers waits for exactly this amount."""
         view = self._pods.get(self.current.pod) if self.current.pod else None
         if view is None or (self.current.view is not None and view.uid != self.current.view.uid):
             return None
@@ -301,8 +294,10 @@ class Admission:
         self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None = None, *, list_failed: bool = False
     ) -> Caller | Listing:
         """The only known container that the call can be for (UNKNOWN_CALLER: there is none); else what `List` returns. `list_failed`: it
-        has just failed. `List` must confirm even a single candidate if the scheduler chose its GPUs, or if it requests replicas, since
-        their amounts are read from the pod. Raises ListFailedError."""
+        has just failed. Raises ListFailedError.
+
+        `List` must confirm a single candidate, too, if the scheduler chose its GPUs, or if its amounts are read from the pod (replicas).
+        """
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
             return UNKNOWN_CALLER
@@ -320,10 +315,10 @@ class Admission:
 
     def _candidates(self, ledger: Ledger, resource: Resource, size: int, masks: Masks | None) -> list[Caller]:
         """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that wait
-        for this resource.
+        for it.
 
-        A share always requests both resources. A container with whole GPUs may request no memory: then ids on other GPUs (`masks`, if
-        known) are for another container.
+        A share always requests both resources. A container with whole GPUs may request no memory: then ids on other GPUs (`masks`) are for
+        another container.
         """
         callers = [
             Caller(pod=view.key, view=view, spec=spec, unconfirmed=True, continues=self._unclaimed(ledger, spec, resource))
@@ -342,8 +337,8 @@ class Admission:
         return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
-        """As the caller: the container of `left_by`'s pod that waits for `size` ids; None if none does. If the cache lacks the pod, the
-        caller has only the pod's name."""
+        """The container of `left_by`'s pod that waits for `size` ids; None if none does. If the cache lacks the pod, only the pod's name is
+        known."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))
@@ -352,19 +347,18 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Whether every container of the allocation's pod has what it requests. Then the kubelet no longer passes ids of the allocation on
-        to other containers."""
+        """Whether every container of the allocation's pod has what it requests. Then the kubelet no longer passes the allocation's ids
+        on."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 
     def _last(self, ledger: Ledger) -> Allocation | None:
-        """The allocation of the last Allocate, if the present call arrived soon enough after it to be for the same pod."""
+        """The allocation of the last Allocate, if the present call arrived soon enough to be for the same pod."""
         fresh = self._called_at - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
     def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:
-        """The allocation of the last Allocate, if its pod is unknown and it has exactly what this container requests of the other
-        resource."""
+        """The allocation of the last Allocate, if its pod is unknown and it has exactly what `spec` requests of the other resource."""
         last = self._last(ledger)
         other = other_resource(resource)
         if last is None or last.pod is not None or last.held(resource) or count(last.held(other)) != spec.wants(other):
@@ -387,8 +381,8 @@ class Admission:
 
 
 def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:
-    """The share of this pod that lacks this resource: `List` shows its container with the other resource only. None if no share or
-    several lack it. This needs no spec and does not depend on the time between the container's two calls."""
+    """The only share of this pod that `List` shows with the other resource, but without this one; None if there are several. This needs no
+    spec and does not depend on the time between the two calls."""
     other = other_resource(resource)
     found = []
     for container, held in listing.containers(pod).items():

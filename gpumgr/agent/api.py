@@ -1,5 +1,4 @@
-"""The schema of the JSON API: the web server encodes these structs, and the commands decode them. `container_row` makes the
-row of an allocation.
+"""The schema of the JSON API: the web server encodes these structs, and the commands decode them.
 
 A field that an agent of another version may leave out has a default. None means "not known" where the struct says nothing else.
 """
@@ -21,12 +20,12 @@ from gpumgr.placement.pods import PodKey
 
 #: The key of the checkpoint's note that keeps the cordons over restarts.
 CORDONS_NOTE: Final = "cordons"
-#: Refusals contain the reason and become messages of events, which gpumgr cuts at 1024 bytes. A longer reason would displace the rest.
+#: A refusal contains the reason and becomes an event's message, which gpumgr cuts at 1024 bytes. A longer reason would displace the rest.
 REASON_CHARACTERS: Final = 256
 
 
 class Cordon(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a GPU is out of service. `since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`:
+    """Why a GPU is out of service, since when (unix seconds). `draining`: the operator waits for the GPU's containers to end; `evict`:
     their pods are evicted."""
 
     reason: str = ""
@@ -36,20 +35,17 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Why the GPU accepts no new containers."""
         return "cordoned by the operator" + (f": {self.reason}" if self.reason else "")
 
 
 def decode_cordons(notes: Mapping[str, str]) -> dict[str, Cordon]:
-    """UUID -> cordon, from the checkpoint's notes. Raises CheckpointError: a GPU that was taken out of service must not return to service
-    because the note can't be read."""
+    """UUID -> cordon. Raises CheckpointError for a note that can't be read: otherwise a cordoned GPU would return to service."""
     return decode_note(notes, CORDONS_NOTE, dict[str, Cordon], remedy=f"{DELETE_IT} and cordon the GPUs again")
 
 
 class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not
-    list the GPU. `limits_excess_bytes`: by how much the memory limits of its containers, without suspended ones, exceed its memory;
-    0: they do not."""
+    """One GPU. `row` is its row in the topology, `index` NVML's index. `limits`: how new shares are limited; None: the driver does not list
+    the GPU. `limits_excess_bytes`: by how much the memory limits of its containers, without suspended ones, exceed its memory."""
 
     uuid: str
     name: str
@@ -77,8 +73,7 @@ class GpuRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation on one of its GPUs. `cores` and `memory_bytes` are what it may use there; `memory_used_bytes`, `utilization_ratio`,
-    `processes`, `held_ratio` and `waited_ratio` are what it uses."""
+    """One allocation on one of its GPUs. `cores` and `memory_bytes` are what it may use there."""
 
     allocation: str
     namespace: str | None = None
@@ -90,13 +85,13 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_bytes: int | None = None
     whole: bool = False
-    #: The memory that it may use with a burst, or that other containers lend it; None: `memory_bytes`.
+    #: With a burst, or memory that other containers lend it; None: `memory_bytes`.
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None
-    #: With the limiter, which lets containers use a GPU in turns: the part of the last ten seconds in which the container held the GPU, and
-    #: the part in which one of its launches waited for a turn.
+    #: With the limiter: the part of the last ten seconds in which the container held the GPU, and in which one of its launches waited for a
+    #: turn.
     held_ratio: float | None = None
     waited_ratio: float | None = None
     over: bool = False
@@ -109,7 +104,7 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pod_name(self) -> str:
-        """namespace/pod; if that is not known, the UID or the allocation."""
+        """namespace/pod; if not known, the UID or the allocation."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}"
         return f"pod uid {self.uid}" if self.uid else f"allocation {self.allocation}"
@@ -138,7 +133,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of writes to the API server; the fields are those of gpumgr.agent.node_report.ApiQueueState."""
+    """The fields are as in gpumgr.agent.node_report.ApiQueueState."""
 
     waiting: int
     dropped: int
@@ -157,11 +152,9 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/state: the node at one instant, `at` in unix seconds. `history` has the newest entries, newest first, without the GPUs that each
-    decision considered (`candidates`). `mode` is the setting node.mode: plugin or dra.
-
-    In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is one text about all GPUs; `gpus` has the limits of each.
-    """
+    """/api/state: the node at one instant, `at` in unix seconds. `mode` is the setting node.mode: plugin or dra. `history` has the newest
+    entries, newest first, without `candidates`. In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is one text about all
+    GPUs."""
 
     node: str = ""
     mode: str = "plugin"
@@ -183,7 +176,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container of a pod requests; `kind` is init, sidecar or app. `replicas`: its request of nvidia.com/gpu, as a text."""
+    """`kind` is init, sidecar or app. `replicas`: the request of nvidia.com/gpu, as a text."""
 
     container: str
     kind: str = "app"
@@ -193,12 +186,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/pods/{namespace}/{pod}: what is known of all pods that had this name.
-
-    `uid` is the UID of the newest pod. `phase`, `reason` and `message` are from the pod's status.
-    `request` has the containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first; `gpus`
-    are the GPUs of the allocations.
-    """
+    """/api/pods/{namespace}/{pod}: what is known of all pods that had this name. `uid` and the status are the newest pod's. `request` has
+    the containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first."""
 
     namespace: str
     pod: str
@@ -223,11 +212,9 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request: the GPU's state at `at` (unix seconds), and the containers and processes on it.
-
-    A GPU is not `empty` before the first sample of its processes. `changed`: the request changed the cordon. `evicting`: the pods that are
-    to be evicted; `not_evicted`: the containers that stay, with the reasons. `said` is the output of the driver's program after a reset.
-    """
+    """The response to a maintenance request, with the GPU's state at `at` (unix seconds). A GPU is not `empty` before the first sample of
+    its processes. `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with the reasons. `said`: the output
+    of the driver's program after a reset."""
 
     action: str = ""
     at: float
@@ -243,7 +230,6 @@ class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_json_data(struct: msgspec.Struct) -> dict[str, Any]:
-    """The struct as JSON data."""
     found: dict[str, Any] = decode_json(msgspec.json.encode(struct))
     return found
 

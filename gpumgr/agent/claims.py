@@ -1,13 +1,12 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A repeated Prepare gets the same answer, and restores the CDI specs and limits. It reads the claim again, since the claim may have been
-  allocated anew without an Unprepare in between. If the API server does not answer, the ledger alone decides while a pod that holds the
-  claim runs, or the pods are not known yet.
-* A new claim is read from the API server by a request of its own (no watch can select a node's claims), then granted and saved under
-  the agent's lock, then its limits are put in place.
-* A Prepare that was overtaken by an Unprepare of the same claim grants nothing: the kubelet may send both at the same time. A later Prepare
-  grants nothing either, if the claim is reserved only for pods that have ended, are being deleted, or do not exist. A pod that the watch
-  has not shown in time is read from the API server.
+* A new claim is read from the API server (no watch can select a node's claims), then granted and saved under the agent's lock. Then its
+  limits are put in place.
+* A repeated Prepare gets the same answer, and restores CDI specs and limits. It reads the claim again, because the claim may have been
+  allocated anew without an Unprepare. If the API server does not answer, the ledger decides while a pod that holds the claim runs, or the
+  pods are not known yet.
+* A Prepare that an Unprepare of the same claim overtook grants nothing: the kubelet may send both at the same time. A later Prepare also
+  grants nothing if all pods that the claim is reserved for have ended, are being deleted, or do not exist.
 """
 
 import asyncio
@@ -34,9 +33,9 @@ from gpumgr.placement.pods import ClaimKey, Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
-#: How long a Prepare waits for the watch to deliver the pod: it needs the containers' names.
+#: How long a Prepare waits for the watch to deliver the pod, because it needs the containers' names.
 POD_SECONDS: Final = 2.0
-#: How long a Prepare tries to read from the API server whether a prepared claim was allocated anew.
+#: How long a repeated Prepare tries to read the claim.
 AGAIN_SECONDS: Final = 1.0
 #: How many unprepared claims are remembered, to recognise a late Prepare.
 MAX_UNPREPARED: Final = 1000
@@ -44,16 +43,14 @@ MAX_UNPREPARED: Final = 1000
 
 class ClaimReader(Protocol):
     async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
-        """Reads the claim from the API server. Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
+        """Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the API server has the pod with this UID, and the pod has not ended and is not being deleted. Retries and raises as
-        `read`."""
+        """Whether the API server has this pod, and the pod has not ended and is not being deleted. Retries and raises as `read`."""
 
 
 class NodeClaims:
-    """Decides the calls of the DRA service. `share_mode`: whether shares are granted. `closed`: why no new claims are prepared;
-    None: they are."""
+    """Decides the calls of the DRA service. `closed`: why no new claims are prepared; None: they are."""
 
     def __init__(
         self,
@@ -70,9 +67,9 @@ class NodeClaims:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._share_mode, self._closed, self._wall_clock = starts, share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
-        #: The calls of Prepare in progress that no Unprepare has overtaken, with their claims.
+        #: The calls of Prepare in progress that no Unprepare has overtaken, with the UIDs of their claims.
         self._preparing: dict[object, str] = {}
-        #: UIDs of unprepared claims, the oldest first -> UIDs of the pods that no longer need the claim.
+        #: UID of an unprepared claim, the oldest first -> UIDs of the pods that no longer need the claim.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
@@ -81,8 +78,7 @@ class NodeClaims:
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
-        waits for API server and pods. `adopted`: pods may run with the claim already, so it may be on a GPU that accepts no new pods.
-        Raises Refusal."""
+        waits for API server and pods. `adopted`: pods may run with the claim already, so a GPU may accept no new pods. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
             if not held or self._closed is None:
@@ -105,10 +101,11 @@ class NodeClaims:
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state: in the API server the
-        claim no longer has these shares, and the kubelet does not list it. Two calls of `reclaim` in a row must find that.
+        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state. Two calls in a row
+        must find that the claim no longer has these shares in the API server, and that the kubelet does not list it.
 
-        `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None if that is not known."""
+        `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None: not known.
+        """
         gone = set[str]()
         for ref in self._agent_state.ledger.claims.values():
             held, listed = self._agent_state.ledger.of_claim(ref.uid), (ref.namespace, ref.name) in listing.claims
@@ -119,7 +116,7 @@ class NodeClaims:
             if ref.uid in self._preparing.values() or self._agent_state.ledger.of_claim(ref.uid) != held:
                 continue  # a call prepares it, or has changed it in the meantime
             uid, shares = found
-            # The kubelet lists names only, so it may mean another claim of this name.
+            # The kubelet lists only names, so it may mean another claim of this name.
             if (uid == ref.uid and shares_of(held) <= set(shares)) or (listed and uid in ("", ref.uid)):
                 continue
             gone.add(ref.uid)
@@ -129,8 +126,8 @@ class NodeClaims:
         self._gone = gone
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
-        """Puts the limits and CDI specs of prepared claims in place again, since a restart of a container makes no Prepare call.
-        Allocations in `unless` are left out: their limits and CDI specs are in place."""
+        """Puts limits and CDI specs of prepared claims in place again, because a restart of a container makes no Prepare call. `unless`:
+        allocations that have them."""
         failed = dict[AllocationId, str]()
         for allocation in list(self._agent_state.ledger.allocations.values()):
             if allocation.claim is None or allocation.id in unless:
@@ -144,7 +141,6 @@ class NodeClaims:
         self._not_restored = failed
 
     def held(self) -> Collection[ClaimKey]:
-        """(Namespace, name) of each claim that holds GPUs."""
         return {(claim.namespace, claim.name) for claim in self._agent_state.ledger.claims.values()}
 
     async def _start(self, allocation: Allocation) -> bool:
@@ -155,7 +151,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _note_unprepared(self, claim: ClaimRef) -> None:
-        """Records which pods no longer need the claim. Pending pods are left out: they may be about to use it."""
+        """Records which pods no longer need the claim. Pending pods may be about to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -178,13 +174,13 @@ class NodeClaims:
         return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
-        """Whether a pod of these allocations exists and has not ended. If so, the API server does not change the claim's allocation, since
-        the claim is reserved for the pod."""
+        """Whether a pod of these allocations exists and has not ended. Then the claim is reserved for it, so the API server does not change
+        the claim's allocation."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
-        """The claim from the API server. None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
+        """None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
             deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
@@ -196,7 +192,7 @@ class NodeClaims:
             raise
 
     async def _grant(self, claim: ClaimRef, before: Sequence[Allocation], deadline: float, adopted: bool) -> Sequence[Allocation]:
-        """The claim's allocations: `before`, which it holds now, or new ones. Raises Refusal."""
+        """`before` (what the claim holds now), or new allocations. Raises Refusal."""
         if self._closed is not None and not adopted:
             raise Refusal("conflict", self._closed)
         call = object()
@@ -225,8 +221,8 @@ class NodeClaims:
     def _decide(
         self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
-        """The Decision of `_grant`. Its result: the allocations, and whether they are new (False: a call that ran at the same time made
-        them). Raises Refusal."""
+        """The Decision of `_grant`. Its result: the allocations, and whether they are new (False: a simultaneous call made them). Raises
+        Refusal."""
         if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
@@ -277,7 +273,7 @@ def _shares(claim: AllocatedClaim) -> set[Share]:
 
 
 _T = TypeVar("_T")
-#: Takes the ledger with all earlier decisions; returns the ledger with this one, history entries, and a result. Raises Refusal.
+#: Takes the ledger with all earlier decisions; returns it with this one, history entries, and a result. Raises Refusal.
 Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 
@@ -289,8 +285,7 @@ class CommitBatch:
         self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []
 
     async def add(self, decision: Decision[_T]) -> _T:
-        """Returns the decision's result once it is durable and applied. Raises the decision's Refusal, or a Refusal if it can't be
-        saved."""
+        """Returns the result once the decision is durable and applied. Raises the decision's Refusal, or a Refusal if it can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append((decision, result))
         await run_shielded(self._save(result), name="commit_batch")  # shielded: it saves other callers' decisions, too
@@ -298,13 +293,13 @@ class CommitBatch:
 
     async def _save(self, result: asyncio.Future[Any]) -> None:
         async with self._agent_state.lock:
-            if not result.done():  # otherwise an earlier call has saved this decision in its batch
+            if not result.done():  # otherwise an earlier call has saved this decision
                 waiting, self._waiting = self._waiting, []
                 try:
                     await self._commit(waiting)
                 finally:
-                    # Cancels each result that is still missing because the process ends. The error of a result is read here: a cancelled
-                    # caller does not read it, and asyncio would log that.
+                    # Cancels each result that is missing because the process ends. A cancelled caller does not read its result, so the
+                    # error is read here: asyncio would log it.
                     for _, ended in waiting:
                         ended.cancel()
 
@@ -315,7 +310,7 @@ class CommitBatch:
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
-            except Exception as error:  # a Refusal, or a bug in one decision: the other decisions must not fail with it
+            except Exception as error:  # a Refusal, or a bug: the other decisions must not fail with it
                 result.set_exception(error)
             else:
                 entries += more

@@ -1,5 +1,5 @@
-"""Makes what a container gets: the responses to the kubelet's calls, and at the container's start its folder, limits and CDI spec. Converts
-allocations to "tenants": a tenant is a container with a share, as a GpuShare, the form that the enforcement backends use."""
+"""Makes what a container gets: the responses to the kubelet's calls, and at its start folder, limits and CDI spec. A tenant is a container
+with a share, in the form that the enforcement backends use (GpuShare)."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -41,10 +41,8 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant of an allocation that shares a GPU; None for any other allocation (see `is_share`), which gpumgr does not limit.
-
-    `gpus` are the GPUs that the driver lists now; `view` is the allocation's pod, if it is known.
-    """
+    """The tenant of an allocation; None if it is no share (`is_share`), so gpumgr does not limit it. `gpus`: the GPUs that the driver lists
+    now; `view`: the allocation's pod, if known."""
     if not is_share(allocation):
         return None
     parts, spec = [], view.container(allocation.container) if view else None
@@ -74,7 +72,7 @@ def tenant_of(
 
 
 def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
-    """The tenants of all allocations, with the mechanisms that limit them."""
+    """The tenants of all allocations, with their mechanisms."""
     gpus = inventory.gpus(ledger.gpu_registry)
     for allocation in ledger.allocations.values():
         view = find_pod(pods, allocation.pod, allocation.uid)
@@ -89,7 +87,7 @@ NO_MECHANISM = ("none",)
 
 def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(Name, mechanisms) of the other shares on the tenant's GPUs; containers that another program admitted have NO_MECHANISM. Init
-    containers and the other containers of one pod do not run at the same time, so such pairs are left out."""
+    containers and the other containers of a pod do not run at the same time, so they do not count for each other."""
     own = ledger.allocations.get(tenant.allocation)
     for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:
         if other.id != tenant.allocation and not other.admin and not (own and own.same_pod(other) and own.init != other.init):
@@ -97,9 +95,9 @@ def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tupl
 
 
 class ContainerStarts:
-    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of the other containers
-    on the GPUs of a share, and raises Refusal if the share's memory is not free. `stored_nodes` returns the names of the GPUs' device nodes
-    in the responses that the kubelet has stored for an allocation."""
+    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of the other containers on
+    the GPUs of a share; it raises Refusal if the share's memory is not free. `stored_nodes`: the GPUs' device nodes in the responses that
+    the kubelet has stored for an allocation."""
 
     def __init__(
         self,
@@ -115,11 +113,10 @@ class ContainerStarts:
         self.pods, self.enforcement, self.make_room = pods, enforcement, make_room
         self.agent_state, self._host, self._make_dir = agent_state, host, make_dir
         self._stored_nodes = stored_nodes
-        #: Allocation -> its GPUs' device nodes when the response was made, or last compared with them.
+        #: Allocation -> its GPUs' device nodes when the response was made or last compared.
         self._compared: dict[AllocationId, Sequence[str | None]] = {}
 
     def answer(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
-        """The response to one of the container's calls. Raises Refusal."""
         if resource != "memory":
             self._note_nodes(allocation)
         return self.enforcement.answer(self._base(allocation, resource), resource, allocation, self._tenant(allocation))
@@ -135,7 +132,6 @@ class ContainerStarts:
         return (core_answer if resource == "core" else replica_answer)(allocation, granted, self._host)
 
     def _tenant(self, allocation: Allocation) -> GpuShare | None:
-        """The allocation's tenant; None: it has no limits to enforce."""
         if not allocation.mechanisms:
             return None
         gpu_registry = self.agent_state.ledger.gpu_registry
@@ -152,8 +148,8 @@ class ContainerStarts:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
     async def refuse_renumbered(self, allocation: Allocation) -> None:
-        """Raises Refusal if the container's first response names a device node of another GPU: the driver may number its GPUs anew when it
-        is loaded, and a container that starts again gets the first response again."""
+        """Raises Refusal if the container's first response names another GPU's device node. The driver may number its GPUs anew when it is
+        loaded, but a container that starts again gets the first response."""
         nodes = self._gpu_nodes(allocation)
         if None in nodes or self._compared.get(allocation.id) == nodes:
             return
@@ -171,7 +167,7 @@ class ContainerStarts:
         self._compared[allocation.id] = self._gpu_nodes(allocation)
 
     def _gpu_nodes(self, allocation: Allocation) -> Sequence[str | None]:
-        """The names of the GPUs' device nodes now; None for a GPU without a known one."""
+        """None for a GPU without a known node."""
         granted = self.agent_state.inventory.granted(self.agent_state.ledger.gpu_registry)
         minors = [granted[gpu].minor for gpu in allocation.gpus]
         return [None if minor is None else f"nvidia{minor}" for minor in minors]
@@ -190,15 +186,15 @@ class ContainerStarts:
         await self.enforcement.start(base, allocation, self._tenant(allocation))
 
     def _refuse_unknown_nodes(self, allocation: Allocation) -> None:
-        """Raises Refusal if the driver does not list a GPU now: with a CDI spec the container would start without the GPU."""
+        """Raises Refusal if the driver does not list a GPU now: with a CDI spec the container would start without it."""
         node = self.agent_state.node()
         for gpu in allocation.gpus:
             if gpu not in node.shown:
                 raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """The allocation with its mechanisms. A share has none if the ledger was rebuilt without its Allocate response; it gets
-        NO_MECHANISM if the node has none for its pod. Otherwise its limits are not known: raises Refusal."""
+        """The allocation with its mechanisms. They are missing if the ledger was rebuilt without the Allocate response. Then the share gets
+        NO_MECHANISM if the node has none for its pod; otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -213,7 +209,7 @@ class ContainerStarts:
         """Raises Refusal unless the operator's exemption applies to the pod: a later `List` call may have shown that the grant is another
         pod's."""
         exemption = allocation.exemption
-        if exemption is None or allocation.claim is not None:  # the pods of a claim are certain, and the first one may have ended
+        if exemption is None or allocation.claim is not None:  # a claim's pods are certain, and the first may have ended
             return
         view = find_pod(self.pods, allocation.pod, allocation.uid)
         if allocation.pod is None or ("/" in exemption and view is None):
@@ -229,9 +225,11 @@ class ContainerStarts:
 
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Call it when the pod appears on the node: adds an event if one of its containers gets two sets of limits. That happens if the pod's
-    claims were prepared for other pods earlier: the kubelet then makes no Prepare call that could be refused, and the container gets the
-    variables and files of one set. A claim that is not prepared yet does not count: its Prepare call can be refused."""
+    """Call it when the pod appears on the node: adds an event if one of its containers gets two sets of limits.
+
+    If the pod's claims were prepared for other pods earlier, the kubelet makes no Prepare call that could be refused. Then the container
+    gets the variables and files of one set.
+    """
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
     for claim in ledger.claims.values():
         if (claim.namespace, claim.name) in names:
@@ -248,8 +246,7 @@ def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
 async def pre_start(
     record: CallRecord, device_ids: Sequence[str], *, starts: ContainerStarts, reconciler: Reconciler, mig_devices: MigDevices
 ) -> None:
-    """The kubelet's call PreStartContainer, at each start of a container: checks the request again and puts the limits in place. Raises
-    Refusal; the kubelet tries again later."""
+    """PreStartContainer: checks the request again and puts the limits in place. Raises Refusal; the kubelet tries again later."""
     agent_state, resource = starts.agent_state, record.resource
     masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
     if count(masks) < len(device_ids):
@@ -285,7 +282,7 @@ async def pre_start(
             agent_state.close_open()
             agent_state.publish()
     starts.make_folders(holders)
-    if resource != "memory":  # every share of `tencent.com` resources has cores, so one of the container's two calls is enough
+    if resource != "memory":  # shares of `tencent.com` resources have cores, so one of the two calls is enough
         for holder in holders:
             await starts.refuse_renumbered(holder)
             await starts.make_room(holder)
@@ -293,8 +290,7 @@ async def pre_start(
 
 
 def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
-    """Raises Refusal if one of the GPUs is gone. Otherwise the start would fail with the runtime's error about a missing device, which
-    gives no reason."""
+    """Otherwise the start would fail with the runtime's error about a missing device, which gives no reason."""
     gone = agent_state.inventory.gone(agent_state.ledger.gpu_registry)
     for gpu in allocation.gpus:
         if gpu in gone:
@@ -306,8 +302,8 @@ def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
 
 
 def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
-    """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource, and keeps one value
-    of each variable, so the container would see the MIG devices of one profile only."""
+    """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource and keeps one value of
+    each variable, so the container would see one profile only."""
     if allocation.container is None:
         return
     mine = ledger.of(allocation.pod, allocation.uid)
@@ -331,5 +327,5 @@ def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids: an init container's first, then that of the container that took the ids over."""
+    """The allocations with exactly these ids: an init container's first, then the one of the container that took the ids over."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)

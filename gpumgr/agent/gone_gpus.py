@@ -1,8 +1,7 @@
 """Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
 
-A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. It is forgotten on
-an operator's request, or automatically when another GPU is at its PCI address. If it returns, it is registered again with the same name.
-Its cordon stays in force.
+A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. It is forgotten when
+an operator requests it, or when another GPU is at its PCI address. If it returns, it gets the same name, and its cordon is still in force.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +18,14 @@ from gpumgr.ledger.tables import decode_note, encode_note
 
 log = structlog.get_logger(__name__)
 
-#: The checkpoint's note: the PCI addresses of registered GPUs by UUID, as the driver listed them last.
+#: The checkpoint's note: UUID of a registered GPU -> the PCI address at which the driver listed it last.
 ADDRESSES_NOTE: Final = "gpu_addresses"
 #: The kubelet crashes if an id vanishes while it allocates that id. So a GPU's ids are Unhealthy for this time before it is forgotten.
 _PATIENCE_SECONDS: Final = 10.0
 
 
 class GoneGpus:
-    """Before `restore`, `look` records no address and forgets no GPU. `clock` is monotonic, in seconds."""
+    """Before `restore`, `look` does nothing. `clock` is monotonic, in seconds."""
 
     def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
         self._agent_state, self._clock = agent_state, clock
@@ -36,8 +35,8 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a start. Call it after the quarantine is restored. A note that can't be read counts as empty: an
-        operator can still forget the GPUs."""
+        """Takes over the addresses after a start; call it after the quarantine is restored. A note that can't be read counts as empty,
+        because an operator can still forget the GPUs."""
         try:
             self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])
         except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Keeps the newest history entries in memory, and writes them to disk.
 
-The entry of a saved change (a grant, a resize, a cordon) is saved in the change's transaction. All other entries are saved within a second,
-and are lost if the process is killed before that. No call waits for them.
+The entry of a saved change (a grant, a resize, a cordon) is saved in the change's transaction. Others are saved within a second, and are
+lost if the process is killed before that.
 """
 
 import asyncio
@@ -28,18 +28,16 @@ GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many of the newest entries are searched for a repetition.
 REPEATS_WITHIN: Final = 50
-#: How many numbers are skipped at each start: clients may have received entries with these numbers that were not saved before the agent was
-#: killed.
+#: Skipped at each start: clients may have received entries with these numbers that were not saved before the agent was killed.
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 
 def _content(entry: HistoryEntry) -> HistoryEntry:
-    """The entry without its number, its time, and what the GPUs had available."""
     return replace(entry, number=0, at=0.0, candidates=())
 
 
 def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
-    """The entry with the id and the container of `holder`, and with the holder's pod and GPUs where the entry has none."""
+    """The entry with the id and the container of `holder`, and with its pod and GPUs where the entry has none."""
     return replace(
         entry,
         id=holder.id,
@@ -56,7 +54,7 @@ class History:
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity
         self._newest: deque[HistoryEntry] = deque()
-        #: The grants of existing allocations that are no longer among the newest entries.
+        #: The grants of existing allocations that are too old for `_newest`.
         self._grants: dict[AllocationId, list[HistoryEntry]] = {}
         self._unsaved: deque[HistoryEntry] = deque(maxlen=capacity)
         self._news = asyncio.Event()
@@ -64,15 +62,13 @@ class History:
         self._number = 0
 
     def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
-        """Restores the history after a restart. `entries`: the checkpoint's entries, oldest first. `allocations`: the ids of the existing
-        allocations."""
+        """Takes over the checkpoint's entries, oldest first. `allocations`: the existing ones."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)
         self._number = (self._newest[-1].number if self._newest else 0) + SKIPPED_NUMBERS
 
     def subscribe(self, listener: Callable[[HistoryEntry], None]) -> None:
-        """Calls `listener` with each new entry from now on."""
         self._listeners.append(listener)
 
     def entries(self) -> Sequence[HistoryEntry]:
@@ -85,12 +81,12 @@ class History:
         return self._wall_clock()
 
     def numbered(self, entry: HistoryEntry) -> HistoryEntry:
-        """The entry with the next number, and with the present time if it has none; the caller adds it once the change is made."""
+        """The entry with the next number, and the present time if it has none; the caller adds it once the change is made."""
         self._number += 1
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
     def add(self, entry: HistoryEntry, *, saved: bool = False) -> None:
-        """Adds an entry. `saved`: it is on disk already. An entry without a number gets one, and the present time if it has none."""
+        """`saved`: the entry is on disk already. An entry without a number gets one."""
         if not entry.number:
             entry = self.numbered(entry)
         if entry.id is not None:
@@ -106,7 +102,7 @@ class History:
             self._news.set()
 
     def add_unless_repeated(self, entry: HistoryEntry) -> None:
-        """Adds the entry unless one of the newest entries has the same content: the kubelet repeats a refused start many times."""
+        """Adds the entry unless a recent one has the same content: the kubelet repeats a refused start many times."""
         content = _content(entry)
         if not any(_content(before) == content for before in islice(reversed(self._newest), REPEATS_WITHIN)):
             self.add(entry)
@@ -145,8 +141,7 @@ class History:
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
-    """What is known about one call of the kubelet; the fields are set while the call is decided. `id`: the allocation that the call
-    concerns, or would make."""
+    """One call of the kubelet; the fields are set while it is decided. `id`: the allocation that the call concerns, or would make."""
 
     call: Call
     resource: Resource

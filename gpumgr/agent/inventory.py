@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Inventory, GpuRegistry], _T]":
-    """Keeps the method's result for an inventory and a registry, since neither changes. Callers must not change the result."""
+    """Keeps the method's result for an inventory and a registry, which are both immutable. Callers must not change the result."""
 
     @wraps(method)
     def computed(self: "Inventory", gpu_registry: GpuRegistry) -> _T:
@@ -42,9 +42,8 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
 
 
 class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work. `cordoned`: UUID -> why the GPU accepts no new containers
-    though it works. A GPU in neither is healthy. `lost`: UUIDs of the failed GPUs that fell off the bus. `in_mig_mode`: UUIDs of the GPUs
-    that are cordoned only because of their MIG mode."""
+    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work; `lost` are the GPUs of them that fell off the bus. `cordoned`:
+    UUID -> why a GPU that works accepts no new containers; `in_mig_mode` are the GPUs that are cordoned only because of their MIG mode."""
 
     failed: Mapping[str, str] = msgspec.field(default_factory=dict)
     cordoned: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -53,14 +52,12 @@ class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it. GPUs are matched with the
-    registered ones by UUID.
+    """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it.
 
-    `replicas`: how many replicas of each GPU are offered. `scaling`: the factors by which the GPU's memory and cores are multiplied for its
-    replicas. `mig_strategy`: which MIG devices are offered. `mig_on_demand`: the profiles of the MIG devices that are created for
-    containers, on GPUs that then have no shares (empty: all profiles); None: no MIG device is created. `policy`: where a share is placed.
-    `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now, for example since a MIG device there has
-    processes but no container. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
+    `replicas`: how many of each GPU are offered. `scaling`: factors of the GPU's memory and cores for its replicas. `mig_strategy`: which
+    MIG devices are offered. `mig_on_demand`: the profiles of MIG devices that are created for containers, on GPUs that then have no shares
+    (empty: all profiles; None: no device is created). `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be
+    created now. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -80,7 +77,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {}
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
-        """The registry with all GPUs of the snapshot."""
         instances = self._offered_instances()
         for gpu in self.snapshot.gpus:
             gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, self.replicas, instances.get(gpu.uuid, ()))
@@ -97,8 +93,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """Maps each GPU on which MIG devices are created on demand to all its profiles, with the places that are not blocked. A profile
-        that the settings leave out has no places; it stays in the list, since the parts of a GPU are counted with its largest profile."""
+        """GPU with MIG devices on demand -> all its profiles, with the places that are not blocked. A profile that the settings leave out
+        has no places. It stays in the list because the parts of a GPU are counted with its largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {
@@ -115,22 +111,21 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def gpus(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, Gpu]:
-        """Maps names to GPUs, for the GPUs that the driver lists now."""
+        """The GPUs that the driver lists now, by name."""
         return {gpu_registry.by_uuid[gpu.uuid].name: gpu for gpu in self.snapshot.gpus if gpu.uuid in gpu_registry.by_uuid}
 
     def indices(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, int]:
-        """Maps names to NVML's indices, also for registered GPUs that the driver can't describe."""
+        """Names -> NVML's indices, also for registered GPUs that the driver can't describe."""
         failed = [(failure.uuid, failure.index) for failure in self.snapshot.failures if failure.uuid is not None]
         shown = [(gpu.uuid, gpu.index) for gpu in self.snapshot.gpus]
         return {gpu_registry.by_uuid[uuid].name: index for uuid, index in (*failed, *shown) if uuid in gpu_registry.by_uuid}
 
     def unnamed(self, gpu_registry: GpuRegistry) -> Sequence[GpuFailure]:
-        """The GPUs that the driver can't describe, if they are not registered or their UUIDs are not known."""
+        """GPUs that the driver can't describe, if they are not registered or their UUIDs are not known."""
         return [failure for failure in self.snapshot.failures if failure.uuid not in gpu_registry.by_uuid]
 
     def granted(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, GrantedGpu]:
-        """Maps each registered GPU to what a container's response says about it. A GPU that the driver does not list has no device
-        node."""
+        """Registered GPU -> what a container's response says about it. A GPU that the driver does not list has no device node."""
         shown = self.gpus(gpu_registry)
         return {
             c.name: GrantedGpu(
@@ -168,7 +163,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for c in gpu_registry.gpus:
             cordon = self.health.cordoned.get(c.uuid)
             quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
-            # A GPU in MIG mode still grants MIG devices, but not while it is in quarantine; so the quarantine is the first reason then.
+            # A GPU in MIG mode still grants MIG devices, but not in quarantine; so the quarantine is the first reason then.
             own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
             reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
@@ -224,7 +219,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def processes(
         self, gpu_registry: GpuRegistry, sample: NodeSample, started: Mapping[int, int]
     ) -> Mapping[GpuName, list[Process]]:
-        """Maps each GPU with a readable process list to its processes with their start times."""
+        """GPU with a readable process list -> its processes with their start times."""
         return {
             gpu_registry.by_uuid[uuid].name: [(p.pid, started[p.pid]) for p in gpu.processes if p.pid in started]
             for uuid, gpu in sample.gpus.items()

@@ -1,9 +1,9 @@
 """An operator's actions on one GPU: cordon, drain, uncordon, reset, and forget (`gone_gpus.py`).
 
-1. A cordon is on disk and in force before it is confirmed: every later grant observes it.
-2. A drain is a cordon that also reports the containers on the GPU. With `evict` the agent requests the eviction of their pods from the API
-   server, also after a restart, until the GPU is uncordoned. The agent itself ends no container.
-3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so nvidia-smi does; its output is returned.
+1. A cordon is on disk and in force before it is confirmed.
+2. A drain is a cordon that also reports the containers on the GPU. With `evict` the agent requests the eviction of their pods, also after a
+   restart, until the GPU is uncordoned. The agent itself ends no container.
+3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so nvidia-smi does.
 """
 
 import asyncio
@@ -51,8 +51,7 @@ EVICTED = "GpuDrained"
 
 
 class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpu` is any name that `find_gpu` accepts. `evict`: a drain evicts the pods on the GPU. `reason` is the operator's
-    text."""
+    """`gpu` is any name that `find_gpu` accepts. `reason` is the operator's text. `evict` concerns a drain."""
 
     action: Action
     gpu: str
@@ -64,7 +63,7 @@ class HealthOverrides(Protocol):
     """Decides which GPUs accept new containers (gpumgr.driver.monitor.Monitor)."""
 
     def cordon(self, uuid: str, message: str) -> None:
-        """The GPU accepts no new containers, also if the driver lists it only later."""
+        """The GPU accepts no new containers, even if the driver lists it only later."""
         ...
 
     def uncordon(self, uuid: str) -> None: ...
@@ -79,7 +78,7 @@ class HealthOverrides(Protocol):
         ...
 
 
-#: Resets the GPU with this UUID, and returns the output of the driver's program. Raises NvmlError with the output on failure.
+#: Resets the GPU with this UUID, and returns the output of the driver's program. Raises NvmlError with the output.
 Reset = Callable[[str], Awaitable[str]]
 
 
@@ -87,8 +86,8 @@ class Maintenance:
     """Call `restore` before the first GPU is offered.
 
     `evictor` None: there is no API server. `still_used_by`: UUID -> which part of gpumgr uses the GPU (an MPS daemon), in words that follow
-    "can't be reset:"; None if no part does. `usage` returns the latest sample of the GPUs' processes (None before the first), and the
-    allocations that exceed their memory limits, with the GPU.
+    "can't be reset:". `usage` returns the latest use by container (None before the first sample), and the allocations that exceed their
+    memory limits, with the GPU.
     """
 
     def __init__(
@@ -110,13 +109,13 @@ class Maintenance:
         self._lock = asyncio.Lock()
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """After a restart: restores the cordons. Raises CheckpointError if the note can't be read."""
+        """Raises CheckpointError if the note can't be read."""
         self.cordons = decode_cordons(notes)
         for uuid, cordon in self.cordons.items():
             self._health.cordon(uuid, cordon.sentence)
 
     async def evict_again(self) -> None:
-        """Requests the evictions of drains again, once the pods are known: after a restart, and later for pods that became known since."""
+        """Requests the evictions of drains again: after a restart, and for pods that became known since."""
         async with self._lock:
             for uuid, cordon in self.cordons.items():
                 gpu = self._agent_state.ledger.gpu_registry.by_uuid.get(uuid)
@@ -124,10 +123,8 @@ class Maintenance:
                     self._evict(self._evictor, gpu, cordon, again=True)
 
     async def execute(self, request: MaintenanceRequest) -> MaintenanceResult:
-        """Executes the request, to its end even if the caller is cancelled.
-
-        Raises InputError for a GPU that is not known or a reason that is too long, Refusal if the request can't be executed now.
-        """
+        """Executes the request, to its end even if the caller is cancelled. Raises InputError for an unknown GPU or a reason that is too
+        long, Refusal if the request can't be executed now."""
         return await run_shielded(self._execute(request), name=f"gpu_{request.action}")
 
     async def _execute(self, request: MaintenanceRequest) -> MaintenanceResult:
@@ -154,7 +151,7 @@ class Maintenance:
     # -- cordons -----------------------------------------------------------------------------------------------------------
 
     async def _cordon(self, gpu: RegisteredGpu, request: MaintenanceRequest) -> dict[str, Any]:
-        """Cordons the GPU. A cordon does not cancel a drain, and a cordon without a reason keeps the earlier reason."""
+        """A cordon does not cancel a drain, and a cordon without a reason keeps the earlier reason."""
         drain = request.action == "drain"
         evict = drain and request.evict
         if evict and self._evictor is None:
@@ -221,7 +218,6 @@ class Maintenance:
     # -- the GPU's state ------------------------------------------------------------------------------------------------------
 
     def _state(self, gpu: RegisteredGpu) -> MaintenanceResult:
-        """The GPU's cordon, and what is on it."""
         use, over = self._usage()
         uses, unattributed = (use.containers, use.unattributed) if use else ({}, {})
         containers = [
@@ -272,8 +268,8 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """Raises Refusal while the GPU has processes. If the driver can't list them (the GPU is lost, for example), the driver's
-        program still refuses while a process has the GPU open."""
+        """Raises Refusal while the GPU has processes. If the driver can't list them (a lost GPU, for example), its program still refuses
+        while a process has the GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]
@@ -286,13 +282,13 @@ class Maintenance:
 
 
 _INDEX: Final = re.compile(r"(?:gpu)?([0-9]+)", re.ASCII)
-#: Fewer digits of a UUID are too likely to be a mistake; the names in device ids have eight or more.
+#: Fewer digits of a UUID are probably a mistake.
 MIN_DIGITS: Final = 4
 
 
 def find_gpu(text: str, gpus: Sequence[RegisteredGpu], indices: Mapping[GpuName, int]) -> RegisteredGpu:
-    """The GPU with this index ("3", "GPU3"), name in device ids, UUID, or beginning of a UUID ("GPU-0fe1", "0fe1"; MIN_DIGITS digits or
-    more). A number is an index, unless it is the whole name of a GPU. `indices` are NVML's. Raises InputError with a list of the GPUs."""
+    """The GPU with this index ("3", "GPU3"), name in device ids, UUID, or beginning of a UUID ("GPU-0fe1", "0fe1"). A number is NVML's
+    index, unless it is the whole name of a GPU. Raises InputError with a list of the GPUs."""
     word = text.strip().lower()
     digits, index = word.removeprefix("gpu-"), _INDEX.fullmatch(word)
     found = [gpu for gpu in gpus if word == gpu.name]
@@ -311,7 +307,7 @@ def find_gpu(text: str, gpus: Sequence[RegisteredGpu], indices: Mapping[GpuName,
 
 
 def _requester(gpu: RegisteredGpu) -> str:
-    """Each drained GPU is a requester of its own, so the end of its drain cancels only its own evictions."""
+    """One requester for each drained GPU, so the end of its drain cancels only its own evictions."""
     return f"drain of {gpu.uuid}"
 
 

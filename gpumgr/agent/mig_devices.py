@@ -1,8 +1,8 @@
 """Creates the MIG devices of containers, and destroys MIG devices that no container has (setting hami.operating_mode). Reports MIG devices
-that are gone although a container holds them, also devices that an operator created (static MIG).
+that are gone although a container holds them, also devices of static MIG.
 
-A MIG device is created while its container is admitted, since the answer names its UUID. Until then the ledger has a reservation; a device
-that exists after a crash without a saved grant is destroyed later. A device with processes is never destroyed.
+A MIG device is created while its container is admitted, because the answer names its UUID. Until then the ledger has a reservation. A
+device with processes is never destroyed.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class MigDriver(Protocol):
 
 
 class MigDevices:
-    """Creates and destroys MIG devices one after another, under `changes`: the driver makes their UUIDs from the place, so a UUID recurs,
-    and a device must not be destroyed while a container gets a new one of the same UUID.
+    """Creates and destroys MIG devices one after another, under `changes`. The driver makes their UUIDs from the place, so a device must
+    not be destroyed while a container gets a new one of the same UUID.
 
     The driver may take 30 s, so it is never called under the agent state's lock. That lock may be taken under `changes`.
     """
@@ -66,14 +66,14 @@ class MigDevices:
         self._failed: dict[tuple[str, int], float] = {}
 
     def keep(self) -> None:
-        """Call it if the ledger was lost and could not be rebuilt completely: then MIG devices that this process has not created may have
-        containers, and are not destroyed."""
+        """Call it if the ledger was lost and is incomplete. Then MIG devices that this process has not created may have containers, and are
+        not destroyed."""
         if not self._keeping:
             log.warning("mig_devices_kept", reason="the ledger was lost and is incomplete: containers may have MIG devices")
         self._keeping = True
 
     async def create(self, allocation: Allocation) -> Allocation:
-        """The reserved allocation with all its MIG devices created. The caller holds `changes`. Raises Refusal; then the new ones were
+        """The reservation with all its MIG devices created. The caller holds `changes`. Raises Refusal; then the new devices were
         destroyed."""
         devices: list[MigDevice] = []
         for device in allocation.mig_devices:
@@ -92,9 +92,8 @@ class MigDevices:
                 await self._destroy(ledger.gpu_registry.by_name[device.gpu].uuid, device.uuid)
 
     async def restore(self, allocation: Allocation) -> Allocation:
-        """The allocation with MIG devices that exist; call it when the container starts. After a reboot they are gone: they are created
-        again. If a UUID changes, only a container that gets its devices by CDI can start: the environment of any other container names the
-        former UUID. Raises Refusal."""
+        """The allocation with MIG devices that exist; call it when the container starts. After a reboot they are created again. If a UUID
+        changes, only a container with CDI can start, because the environment of others names the former UUID. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -119,7 +118,7 @@ class MigDevices:
                 return ledger.allocations[current.id]
 
     def _allocation(self, allocation: AllocationId) -> Allocation:
-        """The allocation as it is now. Raises Refusal if it was freed."""
+        """Raises Refusal if the allocation was freed."""
         current = self._agent_state.ledger.allocations.get(allocation)
         if current is None:
             raise Refusal("conflict", "the container's allocation was freed: its pod has ended")
@@ -127,7 +126,7 @@ class MigDevices:
 
     async def tend(self) -> None:
         """Call it once a second: turns MIG mode on where a GPU is idle, destroys MIG devices without a container, and reports containers
-        that have lost their MIG devices."""
+        that have lost theirs."""
         ledger, inventory = self._agent_state.ledger, self._agent_state.inventory
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}
@@ -161,7 +160,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # Here a place is allowed where a creation has just failed: it may have failed because MIG mode was off after a reboot.
+        # A place where a creation has just failed is allowed: it may have failed because MIG mode was off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):
@@ -193,7 +192,7 @@ class MigDevices:
         return device not in _held(self._agent_state.ledger) and (not self._keeping or device in self._created)
 
     async def _destroy(self, gpu: str, device: str) -> str | None:
-        """Returns the reason of a failure, else None. The reason is logged when it changes."""
+        """Returns the reason of a failure; it is logged when it changes."""
         try:
             await self._driver.destroy_mig_instance(gpu, device)
         except NvmlError as error:
@@ -205,8 +204,8 @@ class MigDevices:
         return None
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
-        """Returns the reason of a failure by GPU, else {}. The reason is logged when it changes. A try may stop the GPU for a moment, so
-        the next one is made after RETRY_SECONDS."""
+        """Returns the reason of a failure by GPU; it is logged when it changes. A try may stop the GPU for a moment, so the next one waits
+        for RETRY_SECONDS."""
         if gpu in self._reported and self._clock() - self._tried[gpu] < RETRY_SECONDS:
             return {gpu: self._reported[gpu]}
         self._tried[gpu] = self._clock()
@@ -228,13 +227,13 @@ class MigDevices:
         return why
 
     async def _gone(self, devices: Sequence[MigDevice]) -> list[MigDevice]:
-        """The MIG devices that the driver does not have. Devices of a GPU that does not answer are left out: its health has the reason."""
+        """The MIG devices that the driver does not have. A GPU that does not answer is left out: its health has the reason."""
         registry = self._agent_state.ledger.gpu_registry
         present = {gpu: await self._present(registry.by_name[gpu].uuid) for gpu in {device.gpu for device in devices}}
         return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]
 
     async def _present(self, gpu: str) -> Collection[str] | None:
-        """UUIDs of the MIG devices that the GPU has now: the last snapshot may be older. None: the GPU does not answer."""
+        """UUIDs of the GPU's MIG devices now (the last snapshot may be older). None: the GPU does not answer."""
         try:
             return {each.uuid for each in await self._driver.mig_instances(gpu)}
         except NvmlError:
@@ -248,7 +247,7 @@ def _gpus(ledger: Ledger, inventory: Inventory) -> Mapping[str, Gpu]:
 
 
 def _devices(ledger: Ledger, allocation: Allocation) -> list[MigDevice]:
-    """The MIG devices that were created for the container, and the devices of static MIG that it holds."""
+    """The MIG devices that were created for the container, and the static ones that it holds."""
     static = [
         MigDevice(gpu=gpu, profile=each.profile, memory_slices=0, uuid=each.uuid)
         for gpu, mask in allocation.held("mig").items()
@@ -258,7 +257,6 @@ def _devices(ledger: Ledger, allocation: Allocation) -> list[MigDevice]:
 
 
 def _held(ledger: Ledger) -> set[str]:
-    """The MIG devices of all allocations."""
     return {device.uuid for a in ledger.allocations.values() for device in a.mig_devices}
 
 
@@ -267,5 +265,4 @@ def _sentence(device: MigDevice) -> str:
 
 
 def _why(why: str, devices: Iterable[MigDevice]) -> str:
-    """The reason with the UUIDs of the devices."""
     return f"{why.partition('; MIG ')[0]}; MIG {', '.join(map(str, devices))}" if devices else why

@@ -13,11 +13,11 @@ from gpumgr.placement.devices import NodeSample
 
 
 class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due).
+    """The queue of writes to the API server. `oldest_seconds`: how long the oldest due write has waited (0.0: none is due). `away`: the API
+    server does not answer. `unreadable`: how many pods of the watch can't be read.
 
-    `dropped` and `written` (by object: "pod", "event", "node", "eviction"; and result: "ok", "refused") count since the start of the
-    process. `away`: the API server does not answer. `eviction_retries` counts eviction requests after the first for a pod. `unreadable`:
-    how many pods of the watch can't be read.
+    Since the start of the process: `dropped` counts writes, `written` by object ("pod", "event", "node", "eviction") and result ("ok",
+    "refused"), `eviction_retries` requests after the first for a pod.
     """
 
     waiting: int = 0
@@ -30,22 +30,20 @@ class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest (None
-    before the first), `sampled_at` its time in monotonic seconds.
-
-    `nvml_errors` counts failed calls by function and NVML error number, `streams` the kubelet's open ListAndWatch calls by resource.
+    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest,
+    `use` the use by container, `sampled_at` monotonic seconds; all None before the first sample.
 
     `reasons`: UUID -> why a GPU accepts no new containers, a word of gpumgr.driver.health.Reason. It applies only to GPUs that are
-    unschedulable in `view`, and may be incomplete.
-
-    `use` is the use by container (None before the first sample), `over` the containers over their memory, with the GPU. `gpu_limits`: UUID
-    -> how new shares are limited on a GPU that the driver lists; an existing allocation keeps its own mechanisms. `vcuda_registrations` (by
-    result) and `mps_daemon_restarts` (by UUID) count since the start of the process.
+    unschedulable in `view`, and may be incomplete. `over`: the containers over their memory, with the GPU. `gpu_limits`: UUID -> how new
+    shares are limited on a listed GPU.
 
     `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready` and `warnings` are sentences:
-    why the node can't accept pods with GPUs now, and other faults of what the node offers. `cordons` are by UUID. `api_queue` None:
-    there is no API server. `connections` counts the web server's open connections, `connections_refused` the connections over its
-    limit since the start of the process, `disconnects` requests that the client ended before the response was complete.
+    why the node can't accept pods with GPUs now, and other faults of what the node offers. `cordons` are by UUID. `api_queue` None: there
+    is no API server.
+
+    `connections` counts the web server's open connections, `streams` the kubelet's open ListAndWatch calls by resource. Other counts are
+    since the start of the process: `nvml_errors` by function and NVML error number, `vcuda_registrations` by result, `mps_daemon_restarts`
+    by UUID, `connections_refused` over the server's limit, `disconnects` of clients before the response was complete.
     """
 
     view: AgentView
@@ -73,7 +71,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     mps_daemon_restarts: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     def unschedulable(self) -> Mapping[GpuName, str]:
-        """Maps each GPU that accepts no new containers to a word of `reasons`, or to missing, quarantine or other."""
+        """GPU that accepts no new containers -> a word of `reasons`, or missing, quarantine or other."""
         return {gpu: self._reason(gpu) for gpu in self.view.node.out_of_service}
 
     def _reason(self, gpu: GpuName) -> str:

@@ -13,11 +13,8 @@ from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, Resize
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
-    """The pod with this name and UID, as the API server has it; None if there is no such pod, or if `pod` and `uid` are None.
-
-    Names recur: a pod of this name with another UID is another pod. A static pod is found by either of its two UIDs: the UID of its
-    mirror pod, or the UID that the kubelet and the container runtime use.
-    """
+    """The pod with this name and UID, as the API server has it; None if there is none, or if `pod` and `uid` are None. A static pod is
+    found by its mirror pod's UID, and by the UID that the kubelet and the container runtime use."""
     view = (pods.by_uid(uid) if uid else None) or (pods.get(pod) if pod else None)
     if view is None and uid:
         view = next((each for each in pods.all() if each.runtime_uid == uid), None)
@@ -25,7 +22,7 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
-    """The container's undecided request for a resize (NO_RESIZE: back to what was granted); None: there is none, the pod has ended, or the
+    """The container's undecided request for a resize (NO_RESIZE: back to what was granted). None: there is none, the pod has ended, or the
     pod or the granted amounts are not known yet."""
     view = find_pod(pods, a.pod, a.uid)
     if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
@@ -35,8 +32,8 @@ def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
 
 
 def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
-    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger; empty if none is known. A static
-    pod has the UID of its mirror pod here."""
+    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger. A static pod has the UID of its mirror
+    pod here."""
     claim = holder.claim
     if claim is not None:
         found = [pod for pod in pods.all() if users(claim, pod)]
@@ -55,8 +52,7 @@ def users(claim: ClaimRequest, pod: PodView) -> Sequence[str]:
 
 
 def views_by_user(holder: Allocation, pods: Pods) -> Sequence[tuple[PodView, Allocation]]:
-    """The pods that use the allocation, each with a copy of the allocation that names the pod and its container; empty while no pod is
-    known."""
+    """The pods that use the allocation, each with a copy of the allocation that names the pod and its container."""
     if holder.claim is None:
         view = find_pod(pods, holder.pod, holder.uid)
         return [(view, holder)] if view is not None else []
@@ -68,12 +64,11 @@ def views_by_user(holder: Allocation, pods: Pods) -> Sequence[tuple[PodView, All
 
 
 def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
-    """The first of `pods_of`."""
     return next(iter(pods_of(holder, pods)), None)
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode. None if there are none."""
+    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode; None: it can."""
     holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
     if not holders:
         return None
@@ -85,8 +80,7 @@ def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
     )
 
 
-#: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod some milliseconds before the watch
-#: shows the end.
+#: How long a call of the kubelet may wait for the watch, because the kubelet frees the ids of an ended pod before the watch shows the end.
 END_SECONDS: Final = 0.5
 #: The shortest time between two waits for the end of the same allocation's pod.
 REPEAT_SECONDS: Final = 5.0
@@ -97,21 +91,22 @@ RUNTIME_SECONDS: Final = 1.0
 class PodEnds:
     """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
-    If the kubelet offers ids again, or leaves them out of `List`, that does not prove that the pod has ended: a kubelet that lost its
-    checkpoint offers the ids of running pods. The API server decides. The container runtime decides if the API server can't be reached, if
-    the pod is being deleted (the kubelet may report its end later than it offers the ids), or if the API server can't know the pod: an
-    allocation without a UID may belong to an earlier pod of that name, and the mirror pod of a static pod can be deleted, or get another
-    UID, while the pod runs.
+    Offered ids, or ids that `List` lacks, do not prove that their pod has ended: a kubelet that lost its checkpoint offers the ids of
+    running pods. So the API server decides. The container runtime decides in these cases:
+    * The API server can't be reached.
+    * The pod is being deleted: the kubelet may report its end later than it offers the ids.
+    * The allocation has no UID: it may belong to an earlier pod of that name.
+    * The pod is static: its mirror pod can be deleted, or get another UID, while the pod runs.
     """
 
     def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
-        #: The suffix that the kubelet appends to the names of static pods, and so to the names of their mirror pods.
+        #: The kubelet appends it to the names of static pods, and so to the names of their mirror pods.
         self._static_end = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 
     async def find(self, allocations: Iterable[Allocation], *, wait: bool = False) -> Mapping[AllocationId, bool | None]:
-        """Allocation -> whether its pod has ended; None: this is not known. `wait`: gives the watch END_SECONDS to show the end."""
+        """Allocation -> whether its pod has ended; None: not known. `wait`: gives the watch END_SECONDS to show the end."""
         allocations = tuple(allocations)
         ended = {a.id: self._by_api_server(a) for a in allocations}
         if wait:
@@ -123,7 +118,7 @@ class PodEnds:
         return ended
 
     def _by_api_server(self, a: Allocation) -> bool | None:
-        """Whether the API server shows that the pod has ended; None: it can't be reached, or can't know the pod."""
+        """None: the API server can't be reached, or can't know the pod."""
         if a.uid is None:
             return None
         view = find_pod(self._pods, a.pod, a.uid)
@@ -134,13 +129,12 @@ class PodEnds:
         if view is not None:
             return False
         later = self._pods.get(a.pod) if a.pod else None
-        # A pod with this suffix may be a static pod: its mirror pod was deleted, and is not created again yet.
+        # This may be a static pod: its mirror pod was deleted, and is not created again yet.
         named_so = later is None and a.pod is not None and a.pod[1].endswith(self._static_end)
         static = is_static_uid(a.uid) or named_so or (later is not None and later.runtime_uid is not None)
         return None if static else True
 
     def _is_being_deleted(self, a: Allocation, ended: bool | None) -> bool:
-        """Whether the API server shows a pod that is being deleted and has not ended."""
         view = find_pod(self._pods, a.pod, a.uid) if ended is False else None
         return view is not None and view.deleted
 
@@ -162,6 +156,5 @@ class PodEnds:
 
 
 def _is_of(sandbox: PodSandbox, a: Allocation) -> bool:
-    """Whether the sandbox belongs to the allocation's pod. For a static pod the ledger may have the UID of the mirror pod, which the
-    runtime does not know."""
+    """The ledger may have the UID of a static pod's mirror pod, which the runtime does not know."""
     return sandbox.uid == a.uid or (sandbox.pod == a.pod and (a.uid is None or is_static_uid(sandbox.uid)))

@@ -21,7 +21,7 @@ class Checkpoint(Protocol):
     async def save(self, change: Change) -> None: ...
 
     async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
-        """`entries`: history entries about the note, which are written in the same transaction."""
+        """`entries` are about the note, and are written in the same transaction."""
         ...
 
 
@@ -51,8 +51,8 @@ class Pods(Protocol):
     def all(self) -> Iterable[PodView]: ...
 
     async def wait_for(self, pod: PodKey, timeout_seconds: float, *, uid: str | None = None) -> PodView | None:
-        """Returns the pod once the cache has it, or None after the timeout. With `uid` it waits for the pod with this UID, otherwise for a
-        pod that has not ended, since an earlier pod may have had the same name."""
+        """Returns the pod once the cache has it, or None after the timeout. Without `uid` an ended pod does not count, because an earlier
+        pod may have had the same name."""
         ...
 
     async def wait_ended(self, uids: Collection[str], timeout_seconds: float) -> None:
@@ -61,8 +61,6 @@ class Pods(Protocol):
 
 
 class Runtime(Protocol):
-    """The container runtime."""
-
     async def ready_sandboxes(self) -> Collection[PodSandbox]:
         """The pods with a sandbox in the state READY. Raises CriError."""
         ...
@@ -72,42 +70,38 @@ class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """The terms for a container of this pod (None: the pod is not certain). `share`: it shares a GPU. `setting`: the mechanism that its
-        DeviceClass demands."""
+        """The terms for a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
         ...
 
     def answer(
         self, base: ContainerResponse, resource: Resource, allocation: Allocation, tenant: GpuShare | None
     ) -> ContainerResponse:
-        """The response to one Allocate: `base` with what the limits need. `tenant` None: no limits. The result depends on the arguments
-        alone. Raises Refusal."""
+        """The response to one Allocate: `base` with what the limits need. `tenant` None: no limits. Depends on the arguments alone. Raises
+        Refusal."""
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        """Call it before each start of the container. For a claim it may be called at any time, since the limits of a running container do
-        not change. `base`: the responses to all calls for the container, without the limits. Raises Refusal."""
+        """Call it before each start of the container. For a claim it may be called at any time, because limits of running containers stay.
+        `base`: the responses to all calls for the container, without the limits. Raises Refusal."""
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:
-        """The allocations that have their CDI specs on disk as `start` wrote them. Blocks for the time of a few system calls."""
+        """The allocations with intact CDI specs on disk. Blocks for a few system calls."""
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Call it before a container starts that has these GPUs as whole GPUs: frees them from mechanisms of shares (an MPS daemon). Raises
-        Refusal."""
+        """Call it before a container gets these GPUs whole: frees them from mechanisms of shares (an MPS daemon). Raises Refusal."""
         ...
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """An eviction to request: the pod with this UID, and the reason."""
-
     uid: str
     pod: PodKey
     reason: str
 
 
 class Evictor(Protocol):
-    """Requests evictions without waiting for them (gpumgr.kube.publisher.publisher.Publisher)."""
+    """Requests evictions without waiting for them."""
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
         """Replaces all evictions of this requester; a pod that no requester names is not evicted. `immediately`: also repeats evictions
@@ -127,7 +121,7 @@ FindingCode = Literal["tampered", "unregistered", "broken", "over_limit"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem to report to the operator and the pod's owner; `message` is one sentence with what to do."""
+    """A problem for the operator and the pod's owner; `message` is one sentence with what to do."""
 
     allocation: AllocationId
     code: FindingCode
@@ -135,11 +129,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """A running container with a share. `pids`: the host's ids of all processes in its cgroup and below, ascending. `others`: further
-    containers that run with the same ResourceClaim; `pids` includes their processes.
+    """A running container with a share. `others`: further containers that run with the same ResourceClaim. `pids`: the host's ids of all
+    processes in the containers' cgroups and below, ascending.
 
-    `gpu_pids`: the processes of `pids` with a context on one of its GPUs. `memory_bytes`: GPU -> the memory that the processes use, as the
-    driver reports it (None: not known).
+    `gpu_pids`: the ones with a context on one of the GPUs. `memory_bytes`: GPU -> the memory that they use, as the driver reports it (None:
+    not known).
     """
 
     tenant: GpuShare

@@ -23,15 +23,15 @@ from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: After an Allocate the agent does not call `List` for this time: `List` makes the kubelet rebuild its table of used ids, which would lose
-#: ids that the kubelet has chosen and not yet entered. A sweep after a pod's end also waits for this time.
+#: For this time after an Allocate the agent does not call `List`: the kubelet would rebuild its table of used ids, and lose ids that it has
+#: chosen and not yet entered. A sweep after a pod's end also waits for it.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0
 #: An Allocate follows its GetPreferredAllocation within this time, or not at all.
 UNDER_WAY_SECONDS = 2.0
 SWEEP_SECONDS = 5.0
-#: For this time after a start of the agent or the kubelet, `List` may lack pods that the kubelet has not read from its sources yet.
+#: For this time after a start of the agent or the kubelet, `List` may lack pods that the kubelet has not read yet.
 INCOMPLETE_SECONDS = 30.0
 #: How many times in a row `List` must lack an allocation before it is freed.
 PATIENCE = 2
@@ -66,7 +66,7 @@ class Reconciler:
         self._quiet_until = self._clock() + UNDER_WAY_SECONDS
 
     def reserved(self) -> None:
-        """An Allocate waits until the driver has created MIG devices: no `List` until it is answered."""
+        """An Allocate waits for MIG devices: no `List` until it is answered."""
         self._quiet_until = float("inf")
 
     def answered(self) -> None:
@@ -83,13 +83,12 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Sweeps forever."""
         wait = SWEEP_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self._wake.wait()
-                    await asyncio.sleep(GAP_SECONDS)  # pods often end together, and one `List` serves all of them
+                    await asyncio.sleep(GAP_SECONDS)  # pods often end together, and one `List` serves them all
             self._wake.clear()
             try:
                 done = await self.sweep()
@@ -100,7 +99,7 @@ class Reconciler:
             wait = GAP_SECONDS if not done else (1.0 if self._absent else SWEEP_SECONDS)
 
     async def sweep(self) -> bool:
-        """Frees the allocations of ended pods. False if it must wait because an Allocate is in progress, or ended shortly before."""
+        """Frees the allocations of ended pods. False if it must wait for an Allocate."""
         agent_state = self._agent_state
         async with agent_state.lock:
             agent_state.expire_open()
@@ -137,9 +136,9 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them. An allocation stays if its pod runs. If it is not known
-        whether the pod has ended, the allocation stays while `List` may be incomplete, while `List` shows the pod without its ids (the
-        kubelet lost its checkpoint), or while the pod's name is unknown and a listed pod lacks ids."""
+        """The allocations that stay although the last `List` did not show them, because their pod runs. If it is not known whether the pod
+        has ended, the allocation stays in these cases: `List` may be incomplete; it shows the pod without its ids (the kubelet lost its
+        checkpoint); or the pod's name is unknown and a listed pod lacks ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -153,11 +152,8 @@ class Reconciler:
         return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """Adds to the ledger the allocations that only the kubelet has (at start, after a lost checkpoint).
-
-        `entries` are from the kubelet's checkpoint. If there are some, and the ledger has all of them with their pods, `List` would add
-        nothing, so it is not called: GPUs are offered without waiting for it.
-        """
+        """Adds the allocations that only the kubelet has (at start, after a lost checkpoint). `entries` are from the kubelet's checkpoint.
+        If the ledger has all of them with their pods, `List` would add nothing. So it is not called, and GPUs are offered at once."""
         entries = tuple(entries)
         async with self._agent_state.lock:
             ledger = self._agent_state.ledger
@@ -173,32 +169,31 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Calls `List` to learn the pod of a container that starts, once no Allocate is expected. After LEARN_SECONDS it returns without
-        the call; the start is then refused, and the kubelet retries it."""
+        """Calls `List` to learn the pod of a container that starts, once no Allocate is expected. Gives up after LEARN_SECONDS; the start
+        is then refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))
             async with self._agent_state.lock:
                 if self._clock() < self._quiet_until:
-                    continue  # GetPreferredAllocation was answered while this call waited for the lock, so an Allocate is expected
+                    continue  # GetPreferredAllocation was answered while this call waited for the lock
                 await self.adopt_locked(())
                 self._agent_state.publish()
                 return
 
     async def adopt_locked(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """As `adopt`, without publishing the device lists. The caller holds the agent state's lock."""
+        """As `adopt`, without publishing. The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
         listing = await self._admission.list_pods()
         if listing is not None:
-            # This sweep only sets names: with this patience it frees nothing.
+            # With this patience the sweep frees nothing, it only sets names.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._commit(rebuilt)
         return rebuilt
 
     async def migrate(self, plan: Callable[[Ledger, Mapping[int, GpuName]], Rebuilt]) -> Rebuilt:
-        """Takes over gpu-manager's records: calls `plan` with the ledger and with device minor -> GPU, and commits the result. The caller
-        holds the agent state's lock."""
+        """Takes over gpu-manager's records. `plan` gets the ledger and device minor -> GPU. The caller holds the agent state's lock."""
         gpus = self._agent_state.inventory.gpus(self._agent_state.ledger.gpu_registry)
         rebuilt = plan(self._agent_state.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
         await self._commit(rebuilt)
@@ -206,7 +201,7 @@ class Reconciler:
         return rebuilt
 
     async def name(self, pods: Mapping[str, PodKey]) -> None:
-        """Sets the pod of allocations that have only a UID. `pods`: UID -> pod. The caller holds the agent state's lock."""
+        """Sets the pod (`pods`: by UID) of allocations that have only a UID. The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
         for a in ledger.allocations.values():
             if a.pod is None and a.uid is not None and a.uid in pods:

@@ -1,9 +1,7 @@
-"""The ledger and the inventory in force and the one lock. Each change of the ledger is saved first, then applied, then sent to the
-kubelet.
+"""The ledger and the inventory in force, and the one lock. Each change of the ledger is saved, then applied, then sent to the kubelet.
 
-`DeviceListPublisher` decides when a changed device list is sent, and which ids the kubelet must have received by now. Changes of free
-memory blocks (a whole GPU was granted or freed) are sent at most once a second, the failure of a GPU at once. ListAndWatch has no
-acknowledgement, so an id that turned Healthy counts as visible to the kubelet one second after it was sent.
+`DeviceListPublisher` decides when a changed device list is sent, and which ids the kubelet must have received by now. ListAndWatch has no
+acknowledgement, so an id that turned Healthy counts as visible one second after it was sent.
 """
 
 import asyncio
@@ -34,9 +32,9 @@ log = structlog.get_logger(__name__)
 
 #: The memory call of a container follows its core call within this time, or not at all.
 OPEN_SECONDS = 5.0
-#: How long a pod that must otherwise be refused waits until the kubelet has read a ListAndWatch message, which takes milliseconds.
+#: How long a pod that must otherwise be refused waits for the kubelet to read a ListAndWatch message, which takes milliseconds.
 PUBLISH_SECONDS = 0.1
-#: Freed memory blocks are sent this long after the last device list, or later.
+#: Changed memory blocks are sent this long after the last device list, or later.
 SETTLE_SECONDS = 1.0
 QUARANTINE_NOTE = "quarantine"
 SUSPENSIONS_NOTE = "suspensions"
@@ -62,7 +60,7 @@ class DeviceListPublisher:
         self._send()
 
     def update(self, new: NodeDevices) -> None:
-        """The device list is now `new`. It is sent at once if it is `_urgent`, else at most SETTLE_SECONDS later."""
+        """Sends this device list: at once if it is `_urgent`, else at most SETTLE_SECONDS later."""
         if new == self._sent:
             self._held_back = None
             return
@@ -82,7 +80,7 @@ class DeviceListPublisher:
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
 
     def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
-        """Memory blocks that were sent as Healthy `settle_seconds` ago or earlier, and are still Healthy."""
+        """Memory blocks that are Healthy since `settle_seconds` or longer."""
         now = self._clock()
         result = {}
         for each in self._sent:
@@ -97,7 +95,7 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """Whether a GPU is new or forgotten or has other memory, or its Healthy cores, replicas or MIG devices have changed."""
+        """Whether the GPUs, their memory, or their Healthy cores, replicas or MIG devices have changed."""
         if len(new) != len(self._sent):
             return True
         return any(
@@ -121,10 +119,12 @@ class DeviceListPublisher:
 
 
 class AgentState:
-    """All state of the agent. Each change needs `lock`. Only removals, reservations and corrected names may be in `ledger` before they are
-    on disk; the next commit saves them, too. `before_offer` is awaited under `lock` whenever the driver has listed GPUs, before they are
-    offered. `on_freed` gets the id of each allocation that was removed from the ledger. `inventory` has no GPUs yet, only the settings that
-    decide what is offered of them."""
+    """All state of the agent. Each change needs `lock`. The ledger in memory may be ahead of the disk only by removals, reservations and
+    corrected names, which the next commit saves.
+
+    `before_offer` is awaited under `lock` before listed GPUs are offered. `on_freed` gets the id of each removed allocation. `inventory`
+    has no GPUs yet, only the settings that decide what is offered of them.
+    """
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class AgentState:
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = History(checkpoint, wall_clock=time.time)
-        # A reservation in the checkpoint is left over from before a restart. The kubelet never got an answer about it.
+        # A reservation is left over from before a restart. The kubelet never got an answer about it.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
-        #: The containers that are suspended, or are being suspended or resumed. They are on disk, too.
+        #: The containers that are suspended, or are being suspended or resumed; also on disk.
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
-        #: The allocation of a whole-GPU container that may still request memory, and until when it may.
+        #: A whole-GPU allocation that may still request memory, and until when.
         self._open: tuple[AllocationId, float] | None = None
         self._noted = ""
         #: GPU -> when it went into quarantine, in monotonic seconds; None: the quarantine was logged.
@@ -155,16 +155,14 @@ class AgentState:
         self._on_freed, self._before_offer = on_freed, before_offer
 
     def apply(self, *, policy: Policy) -> None:
-        """Sets the policy from the next decision on."""
         self.inventory = replace(self.inventory, policy=policy)
 
     def node(self) -> NodeView:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks())
 
     async def node_with_pending_blocks(self) -> NodeView | None:
-        """Sends the kubelet at once all memory blocks that can be offered, and returns the node with these blocks; None if the kubelet has
-        all of them already. Use it for a request that fits nowhere else: if the kubelet does not receive the blocks in time, the kubelet
-        itself refuses the pod."""
+        """Sends the kubelet at once all memory blocks that can be offered, and returns the node with them; None if the kubelet has them
+        already. Use it for a request that would be refused: if the blocks arrive too late, the kubelet itself refuses the pod."""
         self.publish()
         if not self._device_lists.hurry():
             return None
@@ -172,10 +170,8 @@ class AgentState:
         return self.inventory.view(self.ledger.gpu_registry, visible_blocks=self._device_lists.visible_blocks(0))
 
     async def commit(self, ledger: Ledger, *entries: HistoryEntry) -> None:
-        """Makes `ledger` durable, then applies it. `entries` are history entries to write in the same transaction.
-
-        Raises CheckpointError, also for a ledger that contradicts itself (LedgerError); then nothing has changed.
-        """
+        """Makes `ledger` durable, with the history's `entries` in the same transaction, then applies it. Raises CheckpointError, also for a
+        ledger that contradicts itself (LedgerError); then nothing has changed."""
         change = ledger.since(self._durable)
         _refuse_violations(ledger, change)
         numbered = tuple(self.history.numbered(entry) for entry in entries)
@@ -188,7 +184,7 @@ class AgentState:
             self.history.add(entry, saved=True)
 
     async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
-        """Commits what `decide` makes of the ledger, with the entries about it. Raises CheckpointError; then nothing has changed."""
+        """Commits what `decide` makes of the ledger. Raises CheckpointError; then nothing has changed."""
         async with self.lock:
             ledger, entries = decide(self.ledger)
             await self.commit(ledger, *entries)
@@ -200,12 +196,12 @@ class AgentState:
         self._apply(ledger)
 
     def withdraw(self, reserved: Allocation) -> None:
-        """Removes a reservation if it is still there. It was never granted, so its end is not reported."""
+        """Removes a reservation if it is still there, without a report, because it was never granted."""
         if (there := self.ledger.allocations.get(reserved.id)) is not None and there.reserved:
             self.ledger = self.ledger.free([reserved.id])
 
     def _apply(self, ledger: Ledger) -> None:
-        """Puts `ledger` in force, logs and records the freed allocations, and checks GPUs without a holder for remaining processes."""
+        """Puts `ledger` in force, reports the freed allocations, and checks GPUs without a holder for remaining processes."""
         for a in ledger.freed_since(self.ledger):
             log.info("allocation_freed", allocation=a.id, holder=a.describe(), gpus=tuple(a.gpus))
             seconds = max(0, round(self.history.now() - a.granted_at))
@@ -218,7 +214,6 @@ class AgentState:
             self._set_quarantine(quarantine.ended(self.inventory.quarantine, left, self._runs))
 
     def publish(self) -> None:
-        """Updates the kubelet's device lists."""
         open_ids = (self._open[0],) if self._open else ()
         self._device_lists.update(self.inventory.node_devices(self.ledger, open_ids))
 
@@ -236,11 +231,8 @@ class AgentState:
         return self._open is not None and self._open[0] == allocation
 
     async def set_snapshot(self, snapshot: NodeSnapshot, health: HardwareHealth | None = None) -> None:
-        """The driver lists these GPUs now, with this health (None: it is as before). New GPUs are registered, and the registration is on
-        disk before they are offered.
-
-        If the registration can't be saved, the new GPUs are not offered before a later `register_gpus` succeeds.
-        """
+        """Puts the listed GPUs and their health in force (None: as before). New GPUs are registered on disk before they are offered. If
+        that fails, they are not offered before a later `register_gpus` succeeds."""
         async with self.lock:
             self.inventory = replace(self.inventory, snapshot=snapshot, health=health or self.inventory.health)
             try:
@@ -251,11 +243,11 @@ class AgentState:
             self.publish()
 
     async def register_gpus(self) -> None:
-        """Registers the GPUs of the snapshot. Raises CheckpointError; then nothing has changed. The caller holds `lock`."""
+        """Registers the snapshot's GPUs. The caller holds `lock`. Raises CheckpointError; then nothing has changed."""
         await self.commit(self.ledger.with_gpu_registry(self.inventory.register(self.ledger.gpu_registry)))
 
     async def forget_gpu(self, name: GpuName, entry: HistoryEntry) -> None:
-        """Drops a registered GPU unless it has allocations; `entry` is for the history. After a CheckpointError nothing has changed."""
+        """Drops a registered GPU unless it has allocations. Raises CheckpointError; then nothing has changed."""
         async with self.lock:
             if not self.ledger.on(name):
                 await self.commit(self.ledger.with_gpu_registry(self.ledger.gpu_registry.without(name)), entry)
@@ -267,20 +259,19 @@ class AgentState:
             await self._before_offer()
 
     async def set_health(self, health: HardwareHealth) -> None:
-        """Puts the health of the GPUs in force."""
         async with self.lock:
             self.inventory = replace(self.inventory, health=health)
             self.publish()
 
     async def change_inventory(self, **fields: Any) -> None:
-        """Puts these fields of the inventory in force, and updates the device lists. Does nothing if they are equal."""
+        """Puts these fields of the inventory in force."""
         if any(getattr(self.inventory, name) != value for name, value in fields.items()):
             async with self.lock:
                 self.inventory = replace(self.inventory, **fields)
                 self.publish()
 
     def restore_suspensions(self, notes: Mapping[str, str]) -> None:
-        """Restores the suspensions after a restart. Raises CheckpointError for a note that can't be read."""
+        """Raises CheckpointError for a note that can't be read."""
         self.suspensions = decode_note(notes, SUSPENSIONS_NOTE, dict[AllocationId, Suspension])
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
@@ -293,17 +284,16 @@ class AgentState:
             self.suspensions = changed
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Updates the quarantine with the processes on each GPU. `started`: pid -> start time in clock ticks since boot, without processes
-        that have ended."""
+        """Updates the quarantine with the processes on each GPU. `started`: pid -> start time in clock ticks since boot, for the processes
+        that run."""
         async with self.lock:
             processes = self.inventory.processes(self.ledger.gpu_registry, sample, started)
             state = quarantine.sampled(self.inventory.quarantine, processes, self.ledger.occupied)
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container),
-        as far as they still run. Then the processes of the samples so far are judged again. Raises CheckpointError for a note that can't
-        be read."""
+        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container)
+        that still run. Then judges the processes of the samples so far again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
@@ -318,8 +308,8 @@ class AgentState:
     async def note_quarantine(self) -> None:
         """Saves the quarantine for the next start. Raises CheckpointError.
 
-        The unattributed processes are part of it: otherwise a display server would count as a container's process after a restart, and
-        its GPU would stay in quarantine.
+        Unattributed processes are saved, too. Otherwise a display server would count as a container's process after a restart, and its GPU
+        would stay in quarantine.
         """
         state = self.inventory.quarantine
         kept = {"held": state.held, "unattributed": state.unattributed}
@@ -329,8 +319,7 @@ class AgentState:
             self._noted = note
 
     async def save_note(self, key: str, value: str, *entries: HistoryEntry) -> None:
-        """Saves a note. `entries` are history entries to write in the same transaction. Raises CheckpointError; then nothing has
-        changed."""
+        """Saves a note, with the history's `entries` in the same transaction. Raises CheckpointError; then nothing has changed."""
         numbered = tuple(self.history.numbered(entry) for entry in entries)
         await self._checkpoint.save_note(key, value, numbered)
         for entry in numbered:
@@ -338,7 +327,7 @@ class AgentState:
 
     def _set_quarantine(self, state: Quarantine) -> None:
         before, now = self.inventory.quarantine, self._clock()
-        if state != before:  # without a change the inventory stays the same object, since it keeps what was computed from it
+        if state != before:  # an unchanged inventory must stay the same object: it caches results
             self.inventory = replace(self.inventory, quarantine=state)
         self._held_since = {**dict.fromkeys(state.held, now), **self._held_since}
         for gpu in self._held_since.keys() - state.held.keys():

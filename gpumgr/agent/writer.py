@@ -1,8 +1,8 @@
-"""Serves the kubelet's calls: collects the input, decides (pure), saves, applies and responds, for one call at a time under one lock. The
-lock is free while MIG devices are created, and between two tries of PodResources `List`.
+"""Serves the kubelet's calls: collects the input, decides (pure), saves, applies and responds. One lock makes decisions one after the
+other; it is free while MIG devices are created, and between two tries of PodResources `List`.
 
-A call sends no request to the API server. Its waits for the pod cache, PodResources, the disk and the driver (which creates MIG devices)
-are bounded. It is completed even if the kubelet cancels it (the servers shield it), so that disk and memory stay equal.
+A call sends no request to the API server. Its waits for the pod cache, PodResources, the disk and the driver are bounded. It is completed
+even if the kubelet cancels it, so that disk and memory stay equal.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from gpumgr.ledger.suspension import SuspensionsById
 
 log = structlog.get_logger(__name__)
 
-#: The reason in the pod's event if its annotation gpumgr.io/placement is not used.
+#: The reason in the pod's event if the annotation gpumgr.io/placement is not used.
 PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 
 _T = TypeVar("_T")
 
 
 class AgentView(msgspec.Struct, frozen=True, kw_only=True):
-    """The state for readers (metrics, /graph, the demo) at one instant."""
+    """The state for readers at one instant."""
 
     ledger: Ledger
     inventory: Inventory
@@ -80,7 +80,7 @@ class Agent:
         return AgentView(ledger=state.ledger, inventory=state.inventory, node=state.node(), suspensions=state.suspensions)
 
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal: the kubelet rejects the pod with its message."""
+        """GetPreferredAllocation: `size` ids to allocate. Raises Refusal; the kubelet rejects the pod with its message."""
         with self._recording("prefer", resource, size) as record:
             self.admission.pending = None
             return await self._until_listed(lambda: self._prefer(record, available, must_include))
@@ -98,7 +98,7 @@ class Agent:
 
     @contextmanager
     def _recording(self, call: Call, resource: Resource, size: int) -> Iterator[CallRecord]:
-        """A block that decides one call of the kubelet: logs a refusal, and adds it to the history."""
+        """Logs a refusal of the call in this block, and adds it to the history."""
         record = CallRecord(call=call, resource=resource, size=size, id=self._new_id())
         number = self.admission.called() if call != "pre_start" else None
         try:
@@ -121,8 +121,8 @@ class Agent:
             raise
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
-        """Returns what `decide` returns under the lock. Calls it again while it raises ListFailedError; the lock is free between two tries.
-        Raises Refusal after LIST_AGAIN_SECONDS, or once the kubelet makes another call: then the kubelet has restarted."""
+        """Calls `decide` under the lock, again and again while it raises ListFailedError. Raises Refusal after LIST_AGAIN_SECONDS, or once
+        the kubelet makes another call: then the kubelet has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:
@@ -166,7 +166,7 @@ class Agent:
                 raise Refusal("internal", f"the pod was not placed: {error}") from error
 
     def _identified(self, record: CallRecord, caller: Caller) -> None:
-        """Records the caller, and the available amounts on which the decision is based."""
+        """Records the caller, and the amounts that are available for the decision."""
         agent_state = self.agent_state
         record.caller, record.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
         other = other_resource(record.resource)
@@ -179,8 +179,8 @@ class Agent:
             agent_state.history.add_unless_repeated(entry)
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
-        """The best choice; if there is none, the best choice with freed memory blocks that the kubelet still has as Unhealthy. They are
-        sent to it at once."""
+        """The best choice. If there is none, the kubelet gets the freed memory blocks that it still has as Unhealthy, and these count,
+        too."""
         agent_state = self.agent_state
         select = choose_replicas if request.resource == "replica" else choose
         try:
@@ -232,8 +232,8 @@ class Agent:
     async def _decide(
         self, record: CallRecord, device_ids: Sequence[str], pending: Pending | None
     ) -> tuple[Allocation, str | None]:
-        """The allocation of exactly these ids, before MIG devices are created for it; and the evaluator that chose the ids, if one did.
-        `pending` is the last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
+        """The allocation of exactly these ids, without its MIG devices; and the evaluator that chose the ids, if one did. `pending` is the
+        last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
             raise Refusal("invalid_request", f"the kubelet's request to allocate has no {resource} ids")
@@ -262,7 +262,7 @@ class Agent:
     async def _create_and_grant(
         self, record: CallRecord, reserved: Allocation, evaluator: str | None
     ) -> tuple[Allocation, ContainerResponse]:
-        """Creates the MIG devices of a reservation without the lock, since the driver may take 30 s, and grants it. Raises Refusal; then
+        """Creates the MIG devices of a reservation without the lock, because the driver may take 30 s, and grants it. Raises Refusal; then
         no device and no reservation is left."""
         agent_state, created = self.agent_state, reserved
         async with self.mig_devices.changes:
@@ -306,15 +306,15 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Leaves the allocation open for its memory call, if that may still come: the free blocks of whole GPUs turn Unhealthy only when
-        that call can no longer come."""
+        """Leaves the allocation open for its memory call: the free blocks of whole GPUs turn Unhealthy only when that call can no longer
+        arrive."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
             self.agent_state.leave_open(allocation.id)
 
     def _with_terms(self, allocation: Allocation, caller: Caller) -> Allocation:
-        """Adds mechanisms, exemption and `cdi`; the first of the container's calls decides them. An unconfirmed caller gets no override."""
+        """Adds mechanisms, exemption and `cdi`; the container's first call decides them. An unconfirmed caller gets no exemption."""
         whole = allocation.whole or allocation.by_mig or (caller.spec is not None and caller.spec.cores >= CORES_PER_GPU)
         if whole:
             allocation = replace(allocation, mechanisms=(), exemption=None)

@@ -1,7 +1,7 @@
 """The response to Allocate: devices, environment, mounts and annotations of one container.
 
 It depends on the allocation and the host, not on the pod. As in gpu-manager, the response to the core call has everything but the
-annotation `tencent.com/vcuda-memory`, which is in the response to the memory call.
+annotation `tencent.com/vcuda-memory`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,13 @@ from gpumgr.ledger.ledger import Allocation, MigDevice
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A path of the host that the container sees at `container_path`."""
-
     container_path: str
     host_path: str
     read_only: bool = False
 
 
 class DeviceNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A device node of the host that the container may open. `permissions`: some of the letters "rwm" (read, write, mknod)."""
+    """`permissions`: some of the letters "rwm" (read, write, mknod)."""
 
     container_path: str
     host_path: str
@@ -32,10 +30,8 @@ class DeviceNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name".
-
-    The kubelet merges the responses of a container's resources; if they have different values for one key, it uses the first.
-    """
+    """What the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name". If the responses of a
+    container's resources differ in one key, the kubelet uses the first."""
 
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -45,7 +41,7 @@ class ContainerResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerResponse:
-    """One response with all contents. If a variable, annotation or container path has two values, the later one counts."""
+    """One response with all contents. The later value of a variable, annotation or container path counts."""
     every = (first, *others)
     return ContainerResponse(
         envs={key: value for each in every for key, value in each.envs.items()},
@@ -57,13 +53,13 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and without an entry in the image's ld.so.cache: subfolders
-#: of its library folders (Debian's, then those of other distributions) that images normally do not have. glibc 2.33 and later look into
-#: `glibc-hwcaps`, glibc before 2.37 into `tls`. The paths are for x86-64. Source: ld.so(8), "Hardware capabilities".
+#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and an entry in ld.so.cache: subfolders that images normally
+#: do not have, below the library folders of Debian and of other distributions. glibc 2.33 and later look into `glibc-hwcaps`, glibc before
+#: 2.37 into `tls`. For x86-64. Source: ld.so(8), "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
-#: A path of nvidia-smi that the PATH of every image contains.
+#: In the PATH of every image.
 SMI_PATH = "/usr/bin/nvidia-smi"
 ALLOCATION_PATH = "/etc/vcuda"
 DEVICE_ANNOTATION = "tencent.com/vcuda-device"
@@ -72,18 +68,18 @@ ENFORCEMENT_ANNOTATION = "gpumgr.io/enforcement"
 #: A `Granted` as JSON.
 GRANTED_ANNOTATION = "gpumgr.io/granted"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm")
-#: The only device node of WSL2, for all its GPUs, which have no minor numbers there. Source: NVIDIA's CUDA on WSL user guide.
+#: WSL2's only device node, for all GPUs, which have no minor numbers there. Source: NVIDIA's CUDA on WSL user guide.
 WSL_NODE = "dxg"
-#: The name of the mechanism that puts a library in the place of the driver's libcuda.
+#: The mechanism that puts a library in the place of the driver's libcuda.
 VCUDA = "vcuda"
-#: If NVIDIA_VISIBLE_DEVICES has this value, NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit,
+#: With this value of NVIDIA_VISIBLE_DEVICES, NVIDIA's container runtime adds nothing. Source: NVIDIA Container Toolkit,
 #: docker-specialized.md.
 NO_DEVICES = "void"
 
 
 class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How containers get the driver's files. `mounted`: they are mounted from the host; otherwise NVIDIA's container toolkit adds them.
-    `toolkit`: the toolkit is, or may be, one of the node's runtimes. `why`: the reason, as a clause for messages."""
+    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: it is, or
+    may be, one of the node's runtimes. `why`: a clause for messages."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -91,8 +87,8 @@ class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """Host paths of what a container gets. Paths for which `exists` is false are omitted from the response. `mig_minors` returns the
-    driver's list of the capabilities of MIG devices, empty if it has none. `machine`: the value of platform.machine()."""
+    """Host paths of what a container gets; paths for which `exists` is false are omitted. `mig_minors` returns the driver's list of the
+    capabilities of MIG devices, empty if it has none. `machine`: the value of platform.machine()."""
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str
@@ -106,7 +102,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rebuild of the ledger needs to know about an allocation with replicas; see the fields of Allocation."""
+    """What a rebuild of the ledger needs to know about an allocation with replicas; see Allocation."""
 
     gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -114,8 +110,8 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The identifiers of a GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node.
-    `instances`: UUID of a MIG device -> ids of its GPU instance and compute instance."""
+    """A GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node. `instances`: UUID of a MIG device ->
+    ids of its GPU instance and compute instance."""
 
     uuid: str
     minor: int | None
@@ -123,7 +119,7 @@ class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the core call; `gpus` has at least the granted GPUs."""
+    """The response to the core call."""
     granted = [gpus[name] for name in allocation.gpus]
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     common = [WSL_NODE] * (len(nodes) < len(granted)) + [*CONTROL_NODES]
@@ -146,9 +142,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """The mounts of the driver's files. A container of the backend vcuda always has them, since vcuda's library replaces the driver's. The
-    mounted folder is a symbolic link, which the runtime follows at each start of the container: the container gets the files of the driver
-    that is loaded then."""
+    """The mounts of the driver's files; vcuda always needs them, because its library replaces the driver's. The folder is a symbolic link,
+    which the runtime follows at each start: the container gets the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):
@@ -162,9 +157,11 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
-    """Variables of the container. `devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted. Then LD_LIBRARY_PATH
-    is set for vcuda, so that its library is found first, and where glibc does not search LOADER_PATHS; otherwise the image keeps its own
-    value. If the node may have NVIDIA's toolkit, NVIDIA_VISIBLE_DEVICES keeps it from adding mounted files again."""
+    """`devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted.
+
+    LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does not search LOADER_PATHS.
+    NVIDIA_VISIBLE_DEVICES keeps NVIDIA's toolkit from adding mounted files again.
+    """
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
@@ -172,7 +169,7 @@ def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence
 
 
 def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """Response to the call for `nvidia.com/gpu`. The annotation keeps amounts and MIG devices for a rebuild of the ledger."""
+    """The response for `nvidia.com/gpu`. Its annotation keeps amounts and MIG devices for a rebuild of the ledger."""
     granted = Granted(gpus=allocation.gpus, limits=allocation.limits, mig_devices=allocation.mig_devices)
     annotations = {GRANTED_ANNOTATION: msgspec.json.encode(granted).decode()}
     if not allocation.mig_devices:
@@ -184,10 +181,8 @@ def replica_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], h
 def instance_answer(
     allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], uuids: Sequence[str], host: HostPaths
 ) -> ContainerResponse:
-    """Response to the call for the MIG devices `uuids`, with their GPUs and their capabilities. Raises Refusal if a device is gone.
-
-    Source for the format of `mig_minors` and for the device nodes: NVIDIA's MIG user guide, device nodes and capabilities.
-    """
+    """The response for the MIG devices `uuids`. Raises Refusal if a device is gone. Source for `mig_minors` and the device nodes: NVIDIA's
+    MIG user guide, device nodes and capabilities."""
     places = {uuid: (name, *ids) for name in allocation.gpus for uuid, ids in gpus[name].instances.items()}
     if gone := [uuid for uuid in uuids if uuid not in places]:
         raise Refusal("gpu_unhealthy", f"the MIG device {gone[0]} no longer exists; delete the pod and create it again")
@@ -197,7 +192,7 @@ def instance_answer(
 def _of_instances(
     allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], places: Mapping[str, tuple[GpuName, int, int]], host: HostPaths
 ) -> ContainerResponse:
-    """The response for MIG devices. `places`: UUID -> the device's GPU, and the ids of its GPU instance and compute instance."""
+    """`places`: UUID -> the device's GPU, and the ids of its GPU instance and compute instance."""
     numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
     paths = []
     for gpu, gpu_instance, compute_instance in places.values():
@@ -210,22 +205,21 @@ def _of_instances(
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:
-    """Response to the memory call: the annotation has bytes, as in gpu-manager."""
+    """The response to the memory call; the annotation has bytes, as in gpu-manager."""
     return ContainerResponse(annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)})
 
 
 def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
-    """The allocation id in the mounts (container path -> host path) of an earlier response, from the kubelet's checkpoint."""
+    """The allocation id in the mounts (container path -> host path) of an earlier response."""
     folder = mounts.get(ALLOCATION_PATH)
     return folder.rstrip("/").rpartition("/")[2] or None if folder else None
 
 
 def mechanisms_in(annotations: Mapping[str, str]) -> tuple[str, ...]:
-    """The mechanisms in the annotations of an earlier response."""
     text = annotations.get(ENFORCEMENT_ANNOTATION)
     return tuple(text.split("+")) if text else ()
 
 
 def _inside(path: str, host: HostPaths) -> str:
-    """Path in the container: below the standard /dev, independent of the host's device root."""
+    """The path in the container is below /dev, for each device root of the host."""
     return "/dev" + path.removeprefix(host.device_root) if path.startswith(host.device_root + "/") else path

@@ -1,7 +1,6 @@
 """Burst: a container may use more GPU memory than it requested, up to its own limit (annotation `gpumgr.io/memory-limit`). Pure.
 
-A burst gets only memory that no container was granted; granted memory that is not used yet stays free for its holder. So every request
-stays guaranteed, although memory in use can't be taken back.
+A burst gets only memory that no container was granted, because memory in use can't be taken back. So every request stays guaranteed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,8 +16,8 @@ _MEBIBYTE: Final = 1 << 20
 
 
 class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A container's memory on one GPU. `limit_bytes`: the most that it may use; equal to the request without a burst.
-    `used_bytes` None: not known."""
+    """A container's memory on one GPU. `limit_bytes`: the most that it may use; equal to the request without a burst. `used_bytes` None:
+    not known."""
 
     request_bytes: int
     limit_bytes: int
@@ -26,13 +25,12 @@ class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def burst_bytes(self) -> int:
-        """The memory that it holds above its request."""
         return max(0, (self.used_bytes or 0) - self.request_bytes)
 
 
 class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of some containers on one GPU. `free_bytes`: the GPU's memory that no process uses; None: not known. `granted_bytes`: what
-    these containers were granted together; memory that a container took over from an init container was granted only once."""
+    """The memory of some containers on one GPU. `free_bytes`: what no process uses; None: not known. `granted_bytes`: what the containers
+    were granted together, where memory taken over from an init container counts once."""
 
     containers: Mapping[AllocationId, ContainerMemory]
     free_bytes: int | None
@@ -40,14 +38,14 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unused_bytes(self) -> int:
-        """The memory that was granted and is not used."""
+        """Granted memory that is not used."""
         return max(
             0, self.granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in self.containers.values())
         )
 
     def limits(self, *, starting: bool) -> dict[AllocationId, int]:
-        """The limits that the containers have now, in bytes: whole MiB, and never below a request. `starting`: another container needs
-        memory of the GPU, so none of `containers` may burst further now."""
+        """The present limits in bytes: whole MiB, and never below a request. `starting`: another container needs memory of the GPU, so none
+        of `containers` may burst further."""
         room = 0 if starting or self.free_bytes is None else max(0, self.free_bytes - self.unused_bytes) // _MEBIBYTE * _MEBIBYTE
         return {
             key: each.request_bytes
@@ -56,11 +54,15 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def missing_bytes(self, need_bytes: int, guaranteed_bytes: int, reach_bytes: int = 0) -> int:
-        """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing. Two conditions: `need_bytes` are
-        free; and `guaranteed_bytes` are free beside what `containers` may still take, which is `unused_bytes` plus `reach_bytes` (what
-        their limits in force allow beyond that). `need_bytes` and `guaranteed_bytes` are equal, unless the GPU's memory is oversubscribed:
-        then only what the ledger counts for a container is guaranteed, and the rest of the free memory goes to the container that takes it
-        first. While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused."""
+        """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing.
+
+        Two conditions: `need_bytes` are free; and `guaranteed_bytes` are free beside what `containers` may still take, which is
+        `unused_bytes` plus `reach_bytes` (what their limits in force allow beyond that). The two amounts differ if the GPU's memory is
+        oversubscribed: only what the ledger counts is guaranteed, and the rest of the free memory goes to the container that takes it
+        first.
+
+        While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused.
+        """
         if self.free_bytes is None:
             return reach_bytes
         left = max(0, self.free_bytes - self.unused_bytes - reach_bytes)
@@ -76,9 +78,9 @@ def wanted_limits(
     obstacle: str | None,
     most_mebibytes: int,
 ) -> dict[GpuName, int]:
-    """GPU -> the limit in MiB that the pod demands; empty if it demands no limit for this container. `others`: the pod's other allocations.
-    `memory_mebibytes`: the memory of each GPU. `obstacle`: why this container can't have a burst. `most_mebibytes`: how much memory a pod
-    may have above its requests; 0: no maximum. Raises ValueError with the reason if the limit is not possible."""
+    """GPU -> the limit in MiB that the pod demands for this container; empty: none. `others`: the pod's other allocations.
+    `memory_mebibytes`: of each GPU. `obstacle`: why this container can't have a burst. `most_mebibytes`: how much memory a pod may have
+    above its requests; 0: no maximum. Raises ValueError with the reason if the limit is not possible."""
     limits = dict(view.memory_limits)
     if view.memory_limits_ignored is not None:
         raise ValueError(view.memory_limits_ignored)
@@ -106,8 +108,8 @@ def wanted_limits(
 
 
 def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int]) -> Amounts:
-    """The sum of what resizes and bursts may add to the requests of these containers of one pod. `limits`: container -> the limit of its
-    burst in MiB."""
+    """What resizes and bursts may add to the requests of these containers of one pod. `limits`: container -> the limit of its burst in
+    MiB."""
     above = Amounts()
     for a in allocations:
         for gpu, granted in a.gpus.items() if a.resized or a.container in limits else ():
@@ -116,5 +118,5 @@ def above_requests(allocations: Iterable[Allocation], limits: Mapping[str, int])
 
 
 def blocks_of_burst(mebibytes: int) -> int:
-    """How many memory blocks can't be granted because bursts hold this many MiB."""
+    """How many memory blocks can't be granted because of bursts."""
     return -(-mebibytes // BLOCK_MEBIBYTES)

@@ -2,7 +2,7 @@
 containers, one after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if its
-first container that lacks ids requests exactly as many ids of the resource as the call.
+first container that lacks ids requests as many ids of the resource as the call.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +20,9 @@ FindPod = Callable[[PodKey], PodView | None]
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The container for which the kubelet calls; what is not known is None.
-
-    `unconfirmed`: `List` did not show the pod, but no other known pod waits for such ids. `continues`: an allocation with only the other
-    resource and without a container's name; by the order of the kubelet's calls this call completes it.
-    """
+    """The container for which the kubelet calls; None: not known. `unconfirmed`: `List` did not show the pod, but no other known pod waits
+    for such ids. `continues`: an allocation with only the other resource and no container's name, which this call completes by the order of
+    calls."""
 
     pod: PodKey | None = None
     view: PodView | None = None
@@ -46,13 +44,13 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chain(self) -> tuple[ContainerSpec, ...]:
-        """This container and the pod's later containers, in the kubelet's order."""
+        """This container and the pod's later ones, in the kubelet's order."""
         if self.view is None or self.spec is None:
             return ()
         return self.view.containers[self.view.containers.index(self.spec) :]
 
     def owns(self, allocation: Allocation) -> bool:
-        """Whether this allocation is the caller's own: the call for the container's other resource came earlier."""
+        """Whether an earlier call for this container made the allocation."""
         return self.spec is not None and allocation.container == self.spec.name and allocation.of_pod(self.pod, self.uid)
 
 
@@ -60,10 +58,10 @@ UNKNOWN_CALLER = Caller()
 
 
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
-    """First container, in the kubelet's order, that lacks a resource that it requests.
+    """The first container, in the kubelet's order, that lacks a resource that it requests.
 
-    Containers before the last one that holds ids are skipped: the kubelet goes in order, so they have all their ids, even if an init
-    container's allocation lacks the container's name (its pod was not known at the grant).
+    Containers before the last one that holds ids are skipped: the kubelet goes in order, so they have all their ids. Their allocations may
+    lack a container's name, if the pod was not known at the grant.
     """
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
@@ -76,7 +74,7 @@ def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
 
 
 def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> ContainerSpec | None:
-    """The container of this pod for which the kubelet would request `size` ids of `resource` now; None if there is none."""
+    """The pod's container for which the kubelet would request `size` ids of `resource` now."""
     if view.phase != "Pending":
         return None
     spec = next_container(ledger, view)
@@ -89,11 +87,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The caller: the container of a listed pod that waits for these ids. If several pods wait, it is a pod with a container that already
-    has ids of the other resource, or else the newest pod. None if no listed pod fits.
-
-    `seen` numbers the pods in the order in which they were first listed.
-    """
+    """The container of a listed pod that waits for these ids. Among several pods, a container that already has ids of the other resource is
+    preferred, then the newest pod. `seen` numbers the pods in the order in which they were first listed."""
     candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
         view = find_pod(pod)
@@ -109,7 +104,7 @@ def find_caller(
 
 
 def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
-    """The init container's allocation with some of these ids, if this call takes them over; None if the ids are new."""
+    """The init container's allocation with ids that this call takes over; None if the ids are new."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:
         if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
@@ -118,11 +113,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which the allocations with any of these ids are an init container's of this pod, if they have no container's name and
-    no other pod.
-
-    The kubelet passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse).
-    """
+    """The ledger in which nameless allocations with any of these ids are an init container's of this pod. The kubelet passes on ids of init
+    containers only, and only while it admits their pod (devicemanager: devicesToReuse)."""
     for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))
@@ -130,11 +122,9 @@ def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | No
 
 
 def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]:
-    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement). The container gets exactly these or is refused,
-    since the scheduler counts them as used. The annotation is not trusted: it only restricts the choice, and all rules of the ledger apply.
-
-    Empty if the agent chooses. Raises Refusal if the named GPUs do not fit the container's request, or are not on this node.
-    """
+    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement); empty: the agent chooses. The container gets
+    exactly these or is refused, because the scheduler counts them as used. The annotation is not trusted: it only restricts the choice.
+    Raises Refusal if the GPUs do not fit the container's request, or are not on this node."""
     if caller.view is None or caller.spec is None or not caller.view.placed:
         return ()
     spec, shares = caller.spec, dict(caller.view.placed).get(caller.spec.name, ())
@@ -159,7 +149,6 @@ def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]
 
 
 def unfollowed(caller: Caller, refusal: Refusal) -> Refusal:
-    """The refusal, with the container's name and what to do added."""
     return Refusal(
         refusal.code,
         f"the scheduler's placement of container {caller.container} can't be followed: {refusal}; delete the pod and create it again",

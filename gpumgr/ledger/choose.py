@@ -1,7 +1,7 @@
 """GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
 
-The placement covers both resources of the container and the pod's later containers that must use the same ids. The call for the other
-resource gets the same GPUs: the first grant fixes them.
+The choice considers both resources of the container, and the pod's later containers that must use the same ids. The call for the other
+resource gets the same GPUs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from gpumgr.placement.select import GpuCapacity, Policy, check_request, find, pl
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One GetPreferredAllocation call: `size` ids of `resource` out of `available`, including all of `must`."""
+    """One GetPreferredAllocation call: `size` ids out of `available`, including all of `must`."""
 
     resource: Resource
     available: Masks
@@ -29,7 +29,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
     def foreign(self, ledger: Ledger) -> Masks:
-        """The ids that other allocations hold."""
         return minus(ledger.held(self.resource), self.must)
 
     def free(self, ledger: Ledger) -> Masks:
@@ -38,16 +37,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids to prefer, and the reason of the choice (for the log)."""
-
     masks: Masks
     evaluator: str
     why: str
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the caller can be placed. `free`: resource -> the ids that are free for this caller. `blocked` has a key for each GPU on which
-    other pods hold ids; its masks have no meaning. `pinned`: the GPUs that the result must contain."""
+    """Where the caller can be placed. `free`: the ids that are free for it. The keys of `blocked` are the GPUs on which other pods hold
+    ids. `pinned`: the GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -55,8 +52,7 @@ class _Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """The best ids for this call; if the scheduler named GPUs, ids on them. Raises Refusal if the container's request is wrong or fits
-    nowhere."""
+    """The best ids for this call; if the scheduler named GPUs, ids on them. Raises Refusal if the request is wrong or fits nowhere."""
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     named = named_gpus(caller, ledger.gpu_registry)
@@ -88,7 +84,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """The caller's allocation that still has only the other resource. Without a spec it is the allocation that the caller `continues`."""
+    """The caller's allocation that still has only the other resource. Without a spec it is the one that the caller `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -111,7 +107,7 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
 
 
 def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
-    """The GPUs of the container's other resource, if the container takes over an init container's ids of that resource."""
+    """The GPUs of the other resource, if the container takes over an init container's ids of it."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
     most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
@@ -119,7 +115,7 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
 
 
 def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> ChainNeeds:
-    """What must fit. `alone`: the pod's later containers do not count, since the scheduler has placed each of them."""
+    """What must fit. `alone`: without the pod's later containers, because the scheduler has placed each of them."""
     if caller.spec is None:
         if request.resource == "core":
             blocks = 0 if own or request.size >= CORES_PER_GPU else 1
@@ -133,11 +129,11 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
-    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # other pods have these GPUs whole
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # by other pods
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # Allocations without ids take amounts, but the kubelet still offers the ids. So the amounts that are left limit the number of ids.
+        # Allocations without ids take amounts, but the kubelet still offers the ids. So the amounts left limit the number of ids.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
@@ -157,8 +153,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
 
 
 def policy_for(node: NodeView, caller: Caller) -> Policy:
-    """The policy for a share. If a later container of the same pod requests whole GPUs, it is binpack, since spread would take an entirely
-    free GPU."""
+    """binpack for a share if a later container of the pod requests whole GPUs: spread would take an entirely free GPU."""
     return "binpack" if any(spec.whole for spec in caller.chain[1:]) else node.policy
 
 
@@ -187,7 +182,7 @@ def _place(
 
 
 def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
-    """`size` ids, spread evenly over the first `most_gpus` of these GPUs: the other ones are for later containers."""
+    """`size` ids, spread evenly over the first `most_gpus` of these GPUs; the others are for later containers."""
     order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -204,8 +199,8 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """Ids for the memory of a container with an unknown number of cores (no spec): on the GPU with the most free cores, so that its cores
-    fit too; if no GPU has enough free, on the entirely free GPUs."""
+    """Ids for the memory of a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the
+    entirely free GPUs."""
     capacities = _capacities(node, ledger, room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)
@@ -229,7 +224,7 @@ def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
-    """What each registered GPU has available, in the order of registration. A GPU that a container has whole has nothing available."""
+    """What each registered GPU has available: nothing of a GPU that a container has whole."""
     return tuple(
         Candidate(
             gpu=gpu.name,

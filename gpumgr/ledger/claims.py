@@ -1,7 +1,7 @@
 """Grants a ResourceClaim (DRA): kube-scheduler has chosen GPUs and amounts, and the claim's status names them.
 
-A claim gets one allocation for each of its requests, since the limits of a container apply to all GPUs of a request together. The amounts
-are checked again here: kube-scheduler has granted a device to two claims (kubernetes PR 136269), and a claim's status can be forged.
+Each request of a claim gets one allocation, because a container's limits apply to all GPUs of a request together. The amounts are checked
+again: kube-scheduler has granted a device to two claims (kubernetes PR 136269), and a claim's status can be forged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +17,17 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, ClaimReques
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 
-#: A device's name, and the UUID of the claim's share of the device (None: not a shared device).
+#: A device's name, and the UUID of the claim's share of it (None: not a shared device).
 Share = tuple[str, str | None]
-#: A pod that a claim is reserved for: its name, its UID, and its view (None: it is not known).
+#: A pod that a claim is reserved for: name, UID, and view (None: not known).
 ClaimPod = tuple[PodKey, str, PodView | None]
 
 _DEVICE_PREFIX = "gpu-"
 
 
 class ClaimShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that a claim was allocated: `request` is the name of the main request, `device` a name of `device_name`, `share_id` the
-    UUID of its share (None: not a shared device), the amounts are as kube-scheduler counts them. `admin`: with admin access."""
+    """One device that a claim was allocated, with kube-scheduler's amounts. `request`: the main request's name; `device`: see
+    `device_name`; `share_id` None: not a shared device; `admin`: with admin access."""
 
     request: str
     device: str
@@ -38,11 +38,8 @@ class ClaimShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllocatedClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an allocated claim in the API server that concerns this node and gpumgr's driver.
-
-    `pods`: name and UID of the pods that the claim is reserved for. `enforcement`: the mechanism that the configuration of the
-    DeviceClass names.
-    """
+    """The part of an allocated claim that concerns this node and gpumgr's driver. `pods`: name and UID of the pods that it is reserved for.
+    `enforcement`: the mechanism that the configuration of the DeviceClass names."""
 
     ref: ClaimRef
     pods: tuple[tuple[PodKey, str], ...]
@@ -51,18 +48,17 @@ class AllocatedClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_name(gpu: GpuName) -> str:
-    """The device's name in the ResourceSlice. It is derived from the UUID, so it is permanent."""
+    """The device's name in the ResourceSlice; permanent, because the UUID determines it."""
     return _DEVICE_PREFIX + gpu
 
 
 def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
-    """The shares (see Share) that these allocations of claims hold."""
     return {(device_name(gpu), share) for a in allocations if a.claim for gpu, share in a.claim.share_ids.items()}
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
-    """The id of the allocation for these shares of one request. It is the same after a loss of the ledger, because the kubelet remembers
-    CDI names that contain it. It differs when the same claim gets other shares, because a CDI name may have only one content."""
+    """The id of the allocation for these shares of one request. A loss of the ledger does not change it, because the kubelet remembers CDI
+    names that contain it. Other shares of the same claim get another id, because a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -76,8 +72,8 @@ def grant_claim(
     terms: Callable[[PodView | None, bool], EnforcementTerms],
     now: float,
 ) -> Sequence[Allocation]:
-    """The allocations of the claim, for `ledger.occupy`. `terms` gets a pod that uses the request (None: it is not known) and whether the
-    request is a share; it returns how the containers are limited. Raises Refusal."""
+    """The claim's allocations, for `ledger.occupy`. `terms` gets a pod that uses the request (None: not known) and whether the request is a
+    share. Raises Refusal."""
     after, granted = ledger, list[Allocation]()
     for request in dict.fromkeys(share.request for share in claim.shares):
         shares = [share for share in claim.shares if share.request == request]
@@ -114,8 +110,8 @@ def grant_claim(
 
 
 def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) -> None:
-    """Refuses a claim that would give a container two limited allocations: the variables and files of one set of limits would replace the
-    other's. `pods`: the pods that may start with it. Raises Refusal."""
+    """Raises Refusal if the claim would give a container two limited allocations: the variables and files of one set of limits would
+    replace the other's. `pods`: the pods that may start with the claim."""
     limited = [a.claim for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
     for pod in pods:
         uses = [
@@ -136,8 +132,8 @@ def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) 
 
 
 def _user(claim: str, request: str, pods: Sequence[ClaimPod]) -> tuple[ClaimPod, ClaimUse | None]:
-    """The first pod with a container that uses the request, and that container's use (an app container's, if there is one). If no container
-    uses it, the first pod and None."""
+    """The first pod with a container that uses the request, and that use (an app container's, if there is one); else the first pod and
+    None."""
     for pod in pods:
         uses = [use for use in (pod[2].claims if pod[2] else ()) if use.uses(claim, request)]
         if uses:

@@ -1,5 +1,5 @@
-"""Restricts a pod to the GPUs that its annotations demand. The agent does this itself, since the pod's scheduler may not have read
-the annotations. Pure."""
+"""Restricts a pod to the GPUs that its annotations demand. The agent does this, too, because the pod's scheduler may not have read them.
+Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -18,7 +18,7 @@ Select = Callable[[NodeView, Ledger, Caller, Request], Choice]
 
 
 def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """What `select` chooses among the GPUs that the caller's pod demands. Raises Refusal."""
+    """What `select` chooses among the GPUs that the pod demands. Raises Refusal."""
     view = caller.view
     if view is None or (view.constraints == UNCONSTRAINED and view.unreadable is None):
         return select(node, ledger, caller, request)
@@ -31,7 +31,7 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
     for numa in _numa_nodes(node, node.rows) if view.constraints.same_numa_node and wanted > 1 else [None]:
         far = {gpu: "is on another NUMA node" for gpu in node.rows if numa is not None and _numa_nodes(node, [gpu]) != [numa]}
         undemanded = {**far, **closed}
-        # A GPU that is closed only by its MIG mode is open for MIG devices.
+        # A GPU that only its MIG mode closes is open for MIG devices.
         demanded = replace(
             node,
             unschedulable={**node.unschedulable, **undemanded},
@@ -45,8 +45,8 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
 
 
 def refuse_undemanded(node: NodeView, view: PodView | None, gpus: Collection[GpuName], ledger: Ledger | None = None) -> None:
-    """Raises Refusal if a container of the pod may not have these GPUs. `ledger` is given if the container does not have them yet; then
-    other containers on them count, too."""
+    """Raises Refusal if a container of the pod may not have these GPUs. With a `ledger` (the container does not have them yet) other
+    containers on them count, too."""
     if view is None:
         return
     if view.unreadable is not None:

@@ -1,11 +1,8 @@
 """Shares of GPUs, and how they are limited. Pure.
 
-GpuShare describes a container that shares GPUs, with its limits; enforcement knows nothing else about what the container requests.
-GpuLimits says for a GPU which mechanism enforces the limits of new shares, and how strongly:
-
-hard: the driver or the MPS daemon enforces the limit for all processes of the container together, and a container that does not run as
-root can't exceed it. soft: a library enforces the limit, or the limit applies to each process separately. A program can exceed or bypass
-it; gpumgr reports that. none: no limit.
+hard: the driver or the MPS daemon enforces the limit for all processes of the container together, and a container that does not run as root
+can't exceed it. soft: a library enforces the limit, or it applies to each process separately, so a program can exceed or bypass it; gpumgr
+reports that. none: no limit.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,17 +30,14 @@ _MEASURED_CORES: Final[Mapping[str, str]] = {
     "hami-core": "hami-core limited small kernels only, not matrix products, graphs and copies (H200, driver 580.159.04, HAMi-core "
     "5091a2f, 2026-11-26)",
 }
-#: Mechanisms that gpumgr does not use on a GPU in MIG mode: they limit shares of a whole GPU. MPS would need a daemon for each MIG device.
+#: Mechanisms that limit shares of a whole GPU. MPS would need a daemon for each MIG device.
 _NOT_WITH_MIG: Final = ("limiter", "mps", "nvml-memory")
 _VOLTA: Final = (7, 0)
 
 
 class GpuLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How cores and memory of new shares are limited on a GPU.
-
-    `cores_by` and `memory_by`: the mechanism that new shares get ("": none). If `cores_by` is set and `cores` is "none", that mechanism
-    does not work on this GPU or node; the same holds for memory.
-    """
+    """How cores and memory of new shares are limited on a GPU. `cores_by` and `memory_by` are the mechanisms ("": none). If `cores` is
+    "none" and `cores_by` is set, that mechanism does not work on this GPU or node; the same holds for memory."""
 
     cores: Strength = "none"
     cores_by: str = ""
@@ -55,8 +49,7 @@ class GpuLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken: Collection[str]) -> GpuLimits:
-    """How new shares are limited on this GPU. `mechanisms`: those of the node; the first one that limits a resource is chosen. `broken`:
-    the unusable ones."""
+    """`mechanisms`: the node's; the first one that limits a resource is chosen. `broken`: the unusable ones."""
     by: dict[Resource, str] = {
         kind: next((name for name in mechanisms if strengths.get(name, {}).get(kind, "none") != "none"), "") for kind in RESOURCES
     }
@@ -68,8 +61,8 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """A text with the GPUs that have equal limits together, then what was measured about limits of cores: "GPU 0-7: memory hard
-    (nvml-memory), cores soft (mps); measured: ...". `limits`: (NVML's index, limits) of each GPU."""
+    """A text that groups GPUs with equal limits, then has measurements: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured:
+    ...". `limits`: (NVML's index, limits) of each GPU."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)
@@ -79,7 +72,7 @@ def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
 
 
 def _works_on(gpu: Gpu, mechanism: str) -> bool:
-    """Whether the mechanism works on the GPU. A GPU of an unknown model counts as Volta or newer."""
+    """A GPU of an unknown model counts as Volta or newer."""
     if mechanism in _NOT_WITH_MIG and gpu.mig_enabled:
         return False
     return mechanism != "mps" or (capability_of(gpu.model) or _VOLTA) >= _VOLTA
@@ -101,7 +94,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container is limited. This is decided at the grant and kept with the allocation: see Allocation."""
+    """How a container is limited, as decided at the grant: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None
@@ -111,9 +104,8 @@ class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
 class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU of a share, and what the container may use of it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
 
-    The kubelet asks for cores and memory in two calls, in either order: each is 0 until its call, and both are known when the
-    container starts. `burst_bytes`: how much more memory it may use now (a burst, or memory lent by suspended containers). `bus_id` and
-    `total_bytes` are None while the driver does not show the GPU.
+    The kubelet asks for cores and memory in two calls, and each is 0 until its call. `burst_bytes`: how much more memory it may use now (a
+    burst, or memory that suspended containers lend). `bus_id` and `total_bytes` are None while the driver does not show the GPU.
     """
 
     name: GpuName
@@ -126,25 +118,23 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit_bytes(self) -> int:
-        """The limit of memory that is in force now."""
         return self.memory_bytes + self.burst_bytes
 
     @property
     def core_percent(self) -> int:
-        """The limit of cores; 100 is no limit. A container of `nvidia.com/gpu` may have memory without cores."""
+        """100 is no limit. A container of `nvidia.com/gpu` may have memory without cores."""
         return self.cores or CORES_PER_GPU
 
     @property
     def whole(self) -> bool:
-        """Whether the container has the whole GPU, so that nothing is limited there."""
         return self.cores >= CORES_PER_GPU
 
 
 class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A container that has a part of at least one GPU. A container that has only whole GPUs is not limited, so it has no share.
+    """A container that has a part of at least one GPU, with its limits; the enforcement backends know nothing else of what it requests.
 
-    `gpus` are in the order of their PCI bus ids, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. The names and UIDs of the pod are
-    None until they are known, and may be guesses before the container starts: the answer to Allocate does not depend on them.
+    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The names and UIDs of the pod may be missing or
+    guesses until the container starts, so the answer to Allocate does not depend on them.
     """
 
     allocation: AllocationId
@@ -152,18 +142,18 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     pod: PodKey | None = None
     pod_uid: str | None = None
     container: str | None = None
-    #: The UID that the container runtime has for a static pod (the API server has the UID of its mirror pod); None for other pods.
+    #: The UID that the container runtime has for a static pod; None for other pods.
     runtime_uid: str | None = None
-    #: Annotation `tencent.com/vcuda-core-limit` of the pod, at most 100: the percent of a GPU that it may use while other containers are
+    #: The pod's annotation `tencent.com/vcuda-core-limit`, at most 100: the percent of a GPU that it may use while other containers are
     #: idle.
     core_limit: int | None = None
-    #: The container's `nvidia.com/priority`: among containers on one GPU, a lower number has precedence.
+    #: `nvidia.com/priority`: among containers on one GPU, a lower number has precedence.
     priority: int = USUAL_PRIORITY
     #: Whether the share belongs to a ResourceClaim, which several containers may use.
     claim: bool = False
 
     def only_gpu(self, mechanism: str) -> SharedGpu:
-        """The container's only GPU, for a mechanism that limits on one GPU only. Raises Refusal if the container has several GPUs."""
+        """The container's only GPU, for a mechanism that limits on one GPU only. Raises Refusal."""
         if len(self.gpus) != 1:
             raise Refusal(
                 "internal",
@@ -173,5 +163,4 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
         return self.gpus[0]
 
     def describe(self) -> str:
-        """The name of the container in messages."""
         return describe_container(self.pod, self.pod_uid, self.container, self.allocation)

@@ -1,14 +1,13 @@
 """Allocate: grants exactly the ids that the kubelet names, or refuses the call.
 
 Rules:
-
 * A share (1 to 99 cores) lies on one GPU, with its memory blocks.
 * Whole GPUs are granted with all their cores; no other pod holds anything on them.
-* Ids of the pod's own init containers may be taken over in any combination; the container is then granted one of the pod's GPUs, or as
-  many as it requests.
+* Ids of the pod's own init containers may be taken over in any combination. The container is then granted as many of the pod's GPUs as it
+  requests, at least one.
 * New ids of a container that a scheduler placed lie on the GPUs that the scheduler named.
-* Any other id that an allocation holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager,
-  UpdateAllocatedDevices while an Allocate is in flight).
+* Any other id that an allocation holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager, UpdateAllocatedDevices
+  while an Allocate is in flight).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -81,7 +80,7 @@ def refuse_held(ledger: Ledger, resource: Resource, fresh: Masks) -> None:
 
 
 def _refuse_excess(node: NodeView, after: Ledger, gpus: Iterable[GpuName]) -> None:
-    """Refuses GPUs that have too little left: the kubelet does not know the amounts of allocations without device ids."""
+    """Refuses GPUs that have too little left: the kubelet does not know the amounts of allocations without ids."""
     for gpu in gpus:
         if gpu in after.by_amount and after.exceeded(gpu):
             raise Refusal(
@@ -109,7 +108,7 @@ def refuse_unfit(node: NodeView, fresh: Masks, resource: Resource) -> None:
 def _refuse_shape(
     node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """The new ids (`fresh`) must be a valid placement; ids that are taken over from the pod's init containers need not be."""
+    """The new ids (`fresh`) must be a valid placement; ids of the pod's init containers need not be."""
     if not fresh:
         return
     whole = own.whole if own else caller.spec.cores >= CORES_PER_GPU if caller.spec else None
@@ -142,7 +141,7 @@ def _refuse_parts_of_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        # A container of the same pod with cores passes them on; a sidecar or an app container with replicas runs beside this one.
+        # A container of the same pod with cores passes them on; one with replicas runs beside this one, unless it is an init container.
         others = [a for a in ledger.on(gpu) if a is not own and not (a.of_pod(caller.pod, caller.uid) and (a.init or a.by_ids))]
         if others:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")
@@ -164,7 +163,7 @@ def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None)
 def _granted_gpus(
     ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
 ) -> Sequence[GpuName]:
-    """GPUs of the container, in the order of the registry: all GPUs of its ids; as many as it requests if taken-over ids lie on more."""
+    """The container's GPUs, in the order of the registry. If taken-over ids lie on more GPUs than it requests, as many as it requests."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

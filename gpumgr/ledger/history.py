@@ -8,27 +8,24 @@ import msgspec
 from gpumgr.common.units import Amounts, GpuName, Resource
 from gpumgr.placement.pods import PodKey
 
-#: How many entries are kept, in memory and on disk, in addition to the grants of existing allocations.
+#: How many entries are kept, in memory and on disk, besides the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000
-#: The code of an entry about a container that runs without limits; the event about the placement has the same code.
+#: A container runs without limits; the event about the placement has the same code.
 NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
-#: The codes of events that are no warnings: each reports what the pod's annotations, or the pod itself, demanded.
+#: Codes of events that are no warnings: the pod's annotations, or the pod itself, demanded them.
 SUSPENDED, RESUMED, RESIZED = "GpuSuspended", "GpuResumed", "GpuResized"
 DEMANDED: Final = (SUSPENDED, RESUMED, RESIZED)
 
-#: "granted" and "refused" are decisions about a call of the kubelet; "freed" is the end of an allocation; "event" is another event of a
-#: pod (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned); "config" is a change of the settings file (reloaded,
-#: rejected).
+#: "granted" and "refused" are decisions about a call of the kubelet; "freed" is the end of an allocation; "event" is another event of a pod
+#: (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned); "config" is a change of the settings file.
 What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
 Call = Literal["prefer", "allocate", "pre_start", "prepare"]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts that were available on a GPU at a decision. `note`: why it accepted no new containers (None: it could be chosen).
-
-    `index` is NVML's, None if the driver did not report it.
-    """
+    """What was available on a GPU at a decision. `note`: why it accepted no new containers (None: it could be chosen). `index` is
+    NVML's."""
 
     gpu: GpuName
     index: int | None = None
@@ -38,13 +35,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry. `at`: its time (unix seconds). `number` grows from entry to entry, with gaps, also across restarts. `at` and `number` are
-    0 until the history sets them.
+    """`at` is in unix seconds. `number` grows from entry to entry, with gaps, also across restarts. Both are 0 until the history sets them.
 
-    `id` is the same in the log, in the pod's events and annotations and here: the allocation's id, or for a refusal the id that the
-    allocation would have had. `size` counts the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after a
-    grant. `why` is the evaluator's reason, the refusal's sentence or the event's message; `code` is the refusal's code, the event's reason,
-    the new state of the GPU, or what became of the settings file.
+    `id` is the allocation's, or the id that a refused allocation would have had; log, events and annotations have the same. `size` counts
+    the ids of the resource `kind` in the kubelet's call. `amounts`: what the container has after a grant. `why` is the evaluator's reason,
+    the refusal's sentence or the event's message; `code` is the refusal's code, the event's reason, the new state of the GPU, or what
+    became of the settings file.
     """
 
     number: int = 0

@@ -3,7 +3,7 @@
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID. A replica, an id of
 `nvidia.com/gpu`, is `<UUID>-<number>`, as in HAMi. The id of a MIG device is its UUID.
 
-A set of ids of one resource is `Masks`: for each GPU an integer in which bit n is core, block, replica or MIG device n.
+`Masks` are a set of ids of one resource: in each GPU's integer, bit n is core, block, replica or MIG device n.
 """
 
 from collections import Counter
@@ -44,12 +44,12 @@ def common(left: Masks, right: Masks) -> Masks:
 
 
 def lowest(mask: int, wanted: int) -> int:
-    """The `wanted` lowest set bits of `mask` (all of them if it has fewer)."""
+    """The `wanted` lowest set bits of `mask`, or all if it has fewer."""
     return mask if mask.bit_count() <= wanted else mask_of(indices(mask)[:wanted])
 
 
 def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
-    """The name of a new GPU: the first 8 hex digits of its UUID, or more of them if another GPU has that name."""
+    """The first 8 hex digits of a new GPU's UUID, or more of them if another GPU has that name."""
     digits = uuid.removeprefix("GPU-").replace("-", "").lower()
     names = set(taken)
     for length in range(8, len(digits) + 1):
@@ -59,7 +59,7 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
 
 
 class RegisteredInstance(msgspec.Struct, frozen=True):
-    """A MIG device that this node has offered at some time. `memory_mebibytes` is its part of the memory of its GPU instance."""
+    """A MIG device that this node has offered at some time. `memory_mebibytes`: its part of the memory of its GPU instance."""
 
     uuid: str
     profile: str
@@ -67,8 +67,8 @@ class RegisteredInstance(msgspec.Struct, frozen=True):
 
 
 class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
-    """A GPU that this node has offered at some time. Its name and UUID never change, and its memory and the number of its replicas never
-    decrease (ids turn Unhealthy, and vanish only with the GPU). The position of a MIG device in `instances` never changes."""
+    """A GPU that this node has offered at some time. Its name, its UUID and the positions in `instances` never change; memory and replicas
+    never decrease. Ids that are gone turn Unhealthy, and vanish only with the GPU."""
 
     name: GpuName
     uuid: str
@@ -90,10 +90,8 @@ class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
 
 
 class _Table(msgspec.Struct, frozen=True, dict=True):
-    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end.
-
-    Large requests have thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU.
-    """
+    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end. Large requests have
+    thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU."""
 
     positions: Mapping[str, int]
     spans: tuple[tuple[GpuName, int, int], ...]
@@ -118,7 +116,7 @@ class _Table(msgspec.Struct, frozen=True, dict=True):
 
 
 class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
-    """The GPUs that this node has offered and not forgotten, in a fixed order, with the conversion of ids to masks and back."""
+    """The GPUs that this node has offered and not forgotten, in a fixed order. Converts ids to masks and back."""
 
     gpus: tuple[RegisteredGpu, ...] = ()
 
@@ -132,7 +130,7 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
-        """Resource -> GPU -> all its ids; the position of an id is its number (of the core, block, replica or MIG device)."""
+        """An id's position is the number of its core, block, replica or MIG device."""
         return {
             "core": {c.name: tuple(f"{c.name}-c{n:02d}" for n in range(CORES_PER_GPU)) for c in self.gpus},
             "memory": {c.name: tuple(f"{c.name}-m{n}" for n in range(c.memory_blocks)) for c in self.gpus},
@@ -145,7 +143,7 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
         return {resource: _Table.of(by_gpu) for resource, by_gpu in self.ids.items()}
 
     def parse(self, resource: Resource, device_ids: Collection[str]) -> Masks:
-        """Ids -> masks. Raises Refusal for an id that no registered GPU has, and for an id that occurs twice."""
+        """Ids -> masks. Raises Refusal for an id that no registered GPU has, or that occurs twice."""
         table = self._tables[resource]
         try:
             found = [table.positions[text] for text in device_ids]
@@ -158,7 +156,7 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
         return masks
 
     def known(self, resource: Resource, device_ids: Iterable[str]) -> Masks:
-        """Like `parse`, but skips unknown ids, for lists of other programs (PodResources, checkpoints)."""
+        """Like `parse`, but skips unknown ids, for lists of other programs."""
         table = self._tables[resource]
         return table.masks([found for text in device_ids if (found := table.positions.get(text)) is not None])
 
@@ -173,9 +171,8 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
     def register(
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":
-        """The registry with this GPU. A new GPU gets a name and is the last one. Memory and replicas of a known GPU never decrease, and
-        it keeps the MIG devices that it had. The driver derives the UUID of a MIG device from its place, so the same UUID can have
-        another profile later."""
+        """The registry with this GPU. Memory and replicas of a known GPU never decrease, and it keeps the MIG devices that it had. The
+        driver derives a MIG device's UUID from its place, so a UUID can have another profile later."""
         known = self.by_uuid.get(uuid)
         if known is None:
             new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))

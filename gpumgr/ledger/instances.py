@@ -1,9 +1,7 @@
 """MIG devices: which existing ones are offered and granted, and the places of MIG devices that are created for a container. Pure.
 
-A MIG device belongs to one pod. The device itself limits its container, so nothing else is enforced. The ledger counts its memory as taken
-from its GPU. The names of the resources and the strategies (setting node.mig_strategy) are those of NVIDIA's device plugin.
-
-A container that requests `nvidia.com/gpu` on GPUs with MIG profiles gets MIG devices at places that are chosen here.
+A MIG device belongs to one pod. It limits its container, so nothing else is enforced. A container that requests `nvidia.com/gpu` on GPUs
+with MIG profiles gets MIG devices at places that are chosen here.
 """
 
 import re
@@ -30,7 +28,7 @@ _COMPUTE: Final = re.compile(r"([1-7])c\.([1-7])g\.")
 
 
 def resource_of(profile: str) -> str:
-    """The resource of the MIG devices of this profile with the strategy mixed."""
+    """The resource of a profile's MIG devices with the strategy mixed."""
     return MIG_PREFIX + profile.replace("+", ".")
 
 
@@ -42,7 +40,7 @@ def offered_instances(gpus: Sequence[Gpu], strategy: MigStrategy) -> Mapping[str
 
 
 def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
-    """Why the strategy single is not possible on a node with these GPUs; None if it is possible, or if no GPU is in MIG mode."""
+    """Why the strategy single is not possible on a node with these GPUs; None if it is, or if no GPU is in MIG mode."""
     if not any(gpu.mig_enabled for gpu in gpus):
         return None
     if without := [f"GPU{gpu.index}" for gpu in gpus if not gpu.mig_instances]:
@@ -54,8 +52,7 @@ def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
 
 
 def _registered(instance: MigInstance) -> RegisteredInstance:
-    """The MIG device for the registry. Compute instances of one GPU instance share its memory, so each is registered with its part of the
-    memory."""
+    """Compute instances of one GPU instance share its memory, so each is registered with its part."""
     memory, parts = instance.memory_bytes >> 20, _COMPUTE.match(instance.profile)
     return RegisteredInstance(instance.uuid, instance.profile, memory * int(parts[1]) // int(parts[2]) if parts else memory)
 
@@ -106,7 +103,6 @@ def grant_instances(
 
 
 def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName, Amounts]:
-    """GPU -> the memory of these MIG devices on it."""
     return {
         gpu.name: Amounts(0, sum(each.memory_mebibytes for each in gpu.held_instances(masks[gpu.name])))
         for gpu in gpu_registry.gpus
@@ -117,11 +113,8 @@ def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why no MIG device on this GPU can serve all requests in `follow`; None if one can.
-
-    `follow`: the request of the container, and the requests of later containers that take over its replica. `mask`: the replicas on the GPU
-    that the container itself takes over.
-    """
+    """Why no MIG device on this GPU can serve all requests in `follow`: the container's, and the later containers' that take over its
+    replica. `mask`: the replicas on the GPU that the container itself takes over."""
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:
         return None
@@ -132,11 +125,8 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each replica in `masks`. Raises Refusal.
-
-    If the scheduler has chosen a place for the device, the device gets that place. Otherwise an init container's device for the replica
-    is used again if it is large enough, or a new device gets the first free place.
-    """
+    """Chooses a MIG device for each replica in `masks`, at the scheduler's place if there is one. Otherwise an init container's device for
+    the replica is used again if it is large enough, or a new device gets the first free place. Raises Refusal."""
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():
@@ -165,14 +155,13 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    """The MIG devices that were created for init containers of the pod with these replicas, and that are large enough."""
+    """The devices of the pod's init containers with these replicas that are large enough."""
     left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]
 
 
 def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[GpuName, Amounts]:
-    """GPU -> the amounts that these MIG devices take of it."""
     found: dict[GpuName, Amounts] = {}
     for device in devices:
         profiles = node.mig_profiles[device.gpu]
@@ -181,7 +170,7 @@ def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[
 
 
 def place_of(device: MigDevice, profiles: Sequence[MigProfile]) -> MigPlace:
-    """The place of an existing MIG device. Raises Refusal if the GPU's profiles no longer have it."""
+    """Raises Refusal if the GPU's profiles no longer have the device's place."""
     place = place_named(profiles, device.profile, device.start)
     if place is None:
         raise Refusal("gpu_unhealthy", f"GPU {device.gpu} can't have the MIG device {device}")

@@ -1,10 +1,10 @@
 """Joins the driver's sample with the ledger: every process on a GPU belongs to a container, is unattributed, or is not known yet.
 
 Invariants:
-* A process belongs to the container that its cgroup names; what the process itself reports is not used.
-* A container's process is attributed only on the GPUs that its allocation was granted; on other GPUs the process is unattributed.
-* A process in a container that is not known yet is unknown, not unattributed. If it may belong to a container without other processes, the
-  use of that container is unknown.
+* A process belongs to the container that its cgroup names, not to what the process itself reports.
+* A container's process is attributed only on the GPUs that its allocation was granted; on other GPUs it is unattributed.
+* A process in a container that is not known yet is unknown. If it may belong to a container without other processes, the use of that
+  container is unknown, too.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ Owner = Allocation | Literal["none", "unknown"]
 
 
 class AllocationIndex:
-    """Finds the allocation of a container: by its pod's UID (by the pod's name if the allocation has no UID) and its own name, or by the
-    ResourceClaims that it uses. It is made once for a sample. `pods`: where to look for the users of claims."""
+    """Finds the allocation of a container, by pod and container name or by the ResourceClaims that it uses. It is made once for a sample.
+    `pods`: where to look for the users of claims."""
 
     def __init__(self, allocations: Collection[Allocation], pods: Iterable[PodView] = ()) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
@@ -43,7 +43,6 @@ class AllocationIndex:
         return named + [each for each in self._by_user.get((container.pod_uid, container.name), ()) if each not in named]
 
     def owner(self, container: Container, gpu: GpuName) -> Owner:
-        """The allocation that grants this GPU to this container."""
         if exact := self.exact(container):
             return next((allocation for allocation in exact if gpu in allocation.gpus), "none")
         of_pod = {a.id: a for a in self._of_pod(container) if a.container is None}
@@ -58,7 +57,7 @@ class AllocationIndex:
 
 
 def _by_user(allocations: Collection[Allocation], pods: Iterable[PodView]) -> Mapping[tuple[str, str], list[Allocation]]:
-    """(pod UID, container) -> the allocations of the claims that it uses. Several containers may use one claim."""
+    """(pod UID, container) -> the allocations of the claims that it uses."""
     claimed = defaultdict[tuple[str, str], list[Allocation]](list)
     for allocation in allocations:
         if allocation.claim is not None:
@@ -85,7 +84,7 @@ def join(
     index: AllocationIndex | None = None,
 ) -> NodeUse:
     """The use in this sample. `owners`: pid -> its container, None = it runs in none; a missing pid is not known yet. GPUs that are not in
-    the ledger are ignored. `index` is the index of this ledger, if the caller has made it already."""
+    the ledger are ignored. `index`: of this ledger, if it exists already."""
     index = index or AllocationIndex(ledger.allocations.values())
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
@@ -123,7 +122,7 @@ def join(
 def _uses(
     ledger: Ledger, sample: NodeSample, attributed: Attributed, unknown: Unknown, shared: Collection[GpuName]
 ) -> dict[AllocationOnGpu, ContainerUse]:
-    """The use of every granted GPU. `shared`: GPUs that have unattributed processes, too."""
+    """The use of every granted GPU. `shared`: GPUs that also have unattributed processes."""
     uses: dict[AllocationOnGpu, ContainerUse] = {}
     seen_on = {each.name: sample.gpus.get(each.uuid) for each in ledger.gpu_registry.gpus}
     for allocation in ledger.allocations.values():
@@ -156,21 +155,21 @@ def _uses(
 
 
 def _may_own(allocation: Allocation, container: Container | None) -> bool:
-    """Whether a process of unknown owner may belong to the allocation. `container` is its container, None if that is not known. Any pod's
-    containers may use a claim."""
+    """Whether a process of unknown owner may belong to the allocation. `container` None: not known. Any pod's containers may use a
+    claim."""
     return container is None or allocation.claim is not None or allocation.uid in (None, container.pod_uid)
 
 
 def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int | None:
-    """The sum of what the driver reports, which is too small if it reports only some processes; None if it reports none of them."""
+    """The sum of what the driver reports, which is too small if it reports only some processes; None if it reports none."""
     memory = [p.memory_bytes for p in processes]
     reported = [each for each in memory if each is not None]
     return sum(reported) if reported or not memory else None
 
 
 def _utilization_ratio(processes: Collection[GpuProcess], alone: GpuSample | None) -> float | None:
-    """The sum over the processes, at most 1. If a process has no value: the GPU's own utilization if only this container uses the GPU
-    (`alone` is then the GPU's sample), else None."""
+    """The sum over the processes, at most 1. If a value is missing: the GPU's own if only this container uses the GPU (then `alone` is the
+    GPU's sample), else None."""
     ratios = [p.utilization_ratio for p in processes if p.utilization_ratio is not None]
     if len(ratios) == len(processes):
         return min(1.0, sum(ratios))

@@ -1,11 +1,9 @@
-"""The ledger of allocations: an immutable value. Every change makes a new ledger, which is persisted before it is applied.
+"""The ledger of allocations, an immutable value: every change makes a new ledger, which is persisted before it is applied.
 
-The ledger counts amounts per GPU. A container with `tencent.com` resources also holds device ids, which the kubelet assigned; each id
-represents a fixed amount. A container with `nvidia.com/gpu` holds replicas. An allocation of a ResourceClaim (DRA) holds no ids. Replicas
-and claims count with the amounts that the allocation records.
+The ledger counts amounts per GPU. A container with `tencent.com` resources also holds device ids from the kubelet, each for a fixed amount.
+A container with `nvidia.com/gpu` holds replicas, an allocation of a ResourceClaim (DRA) no ids; both count with the amounts on record.
 
 Invariants (checked by `Ledger.violations`):
-
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
 2. A GPU that is granted whole has no holder of another pod.
 3. Ids belong to registered GPUs and lie within their capacity.
@@ -14,9 +12,8 @@ Invariants (checked by `Ledger.violations`):
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 7. MIG devices that were created for two pods never have a memory slice of a GPU in common.
 
-A resize changes how much a container may use; its grant stays. If it may use more than the amounts of its ids, free ids of the GPU turn
-Unhealthy for the difference. If it may use less, resizes and bursts of other containers may use the difference, but no new container gets
-it.
+A resize changes how much a container may use; its grant stays. For what it may use beyond its ids, free ids of the GPU turn Unhealthy. What
+it may no longer use is available to resizes and bursts of other containers, but not to new containers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +27,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Name of an allocation: random, or a hash of a claim's shares, so the same claim gets it again. Host folders carry it: no two containers
+#: Name of an allocation, random, or a hash of a claim's shares, so the same claim gets it again. It names host folders: no two containers
 #: have the same, and it does not reveal the pod.
 AllocationId = str
 
@@ -48,10 +45,7 @@ class ClaimRef(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
     """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share of it (None: not a shared
-    device).
-
-    `admin`: with admin access (KEP-5018); such an allocation counts as nothing and is never limited.
-    """
+    device). `admin`: with admin access (KEP-5018); the allocation counts as nothing and is never limited."""
 
     request: str
     share_ids: Mapping[GpuName, str | None] = msgspec.field(default_factory=dict)
@@ -59,8 +53,8 @@ class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
 
 
 class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A MIG device that is created for one container. `memory_slices` are its place on the GPU, slice n as bit n; 0: not known. The UUID is
-    empty, and the driver's ids are -1, until it exists."""
+    """A MIG device that is created for one container. `memory_slices`: slice n as bit n; 0: not known. The UUID is empty, and the driver's
+    ids are -1, until it exists."""
 
     gpu: GpuName
     profile: str
@@ -71,7 +65,6 @@ class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> int:
-        """The first memory slice."""
         return (self.memory_slices & -self.memory_slices).bit_length() - 1
 
     def __str__(self) -> str:
@@ -80,9 +73,9 @@ class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):
-    """The last request to resize a container, which was decided once. `amounts`: what it may use on each of its GPUs now; empty: what it
-    was granted. `refused`: why the request was refused; empty if it was not. `lent_mebibytes`: the part of `amounts` that suspended
-    containers hold. It is used like a burst, and given back when those containers are resumed."""
+    """The last request to resize a container, and the decision. `amounts`: what it may use on each of its GPUs now; empty: what it was
+    granted. `refused`: the reason, if so. `lent_mebibytes`: the part of `amounts` that suspended containers hold, until they are
+    resumed."""
 
     asked: ResizeRequest
     amounts: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -91,17 +84,17 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container holds, or what all containers hold together that use one request of a ResourceClaim.
+    """What one container holds, or all containers together that use one request of a ResourceClaim (`claim`; pod and container then name
+    one user).
 
-    `pod`, `uid` and `container` are None until known. `gpus` are the GPUs that the container was granted, with the amounts on each; a GPU
-    that is granted whole counts with all it has. `device_ids` is the kubelet's record: the ids that it handed out, empty for an allocation
-    that has none. Ids may lie on more GPUs than were granted: a container that takes over ids of an init container is granted one GPU, or
-    as many as it requested. `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU,
-    and `device_ids` are reserved for it. `mechanisms` are the names of the mechanisms that limit a share, as decided when it was granted.
-    `exemption` is the namespace or namespace/serviceaccount for which the operator set other mechanisms than the node's. `cdi`: the
-    container's response names a CDI device. `claim` is set for an allocation of a ResourceClaim; pod and container then name one of its
-    users. `limits` has what the container may use where that differs from what counts on the GPU, because memory or cores are
-    oversubscribed. `mig_devices`: the MIG devices that were created for it; then nothing else limits it. `resize`: see Resize.
+    `pod`, `uid` and `container` are None until known. `gpus` are the granted GPUs, with the amounts on each; a GPU that is granted whole
+    counts with all it has. `device_ids` are the kubelet's. They may lie on more GPUs than were granted, if the container took over ids of
+    an init container. `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and
+    `device_ids` are reserved for it.
+
+    `mechanisms` limit a share, as decided at the grant. `exemption`: the namespace or namespace/serviceaccount for which the operator set
+    other mechanisms. `cdi`: the response names a CDI device. `limits`: what the container may use, where oversubscription makes that differ
+    from `gpus`. `mig_devices` were created for it; then nothing else limits it.
     """
 
     id: AllocationId
@@ -124,12 +117,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def by_ids(self) -> bool:
-        """Whether the ids of cores and memory that it holds are its amounts."""
+        """Whether its ids of cores and memory are its amounts."""
         return "core" in self.device_ids or "memory" in self.device_ids
 
     @property
     def by_mig(self) -> bool:
-        """Whether MIG devices limit its container."""
         return bool(self.mig_devices or self.held("mig"))
 
     @property
@@ -143,17 +135,16 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores(self) -> int:
-        """Cores on all of its GPUs together, in percent of one GPU."""
+        """On all of its GPUs together, in percent of one GPU."""
         return sum(amounts.cores for amounts in self.gpus.values())
 
     @property
     def memory_mebibytes(self) -> int:
-        """Memory on all of its GPUs together."""
+        """On all of its GPUs together."""
         return sum(amounts.memory_mebibytes for amounts in self.gpus.values())
 
     @property
     def whole(self) -> bool:
-        """Whether it has all of its GPUs whole."""
         return bool(self.gpus) and all(amounts.whole for amounts in self.gpus.values())
 
     @property
@@ -162,24 +153,23 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What the ledger counts for it on this GPU: what it holds there (`held_on`), or more if it was resized to more."""
+        """What the ledger counts for it on this GPU: `held_on`, or more if it was resized to more."""
         held = self.held_on(gpu)
         return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 
     @property
     def resized(self) -> Mapping[GpuName, Amounts]:
-        """What it may use on its GPUs since it was resized; empty: what it was granted."""
+        """GPU -> what it may use since it was resized; empty: what it was granted."""
         return self.resize.amounts if self.resize else {}
 
     def held_on(self, gpu: GpuName) -> Amounts:
-        """The ids that it holds on this GPU, as amounts; without ids of cores and memory, what it was granted. No resize changes it."""
+        """Its ids on this GPU, as amounts; without ids of cores and memory, what it was granted. No resize changes it."""
         granted = self.gpus.get(gpu, Amounts())
         if granted.whole or not self.by_ids:
             return granted
         return Amounts(self.held("core").get(gpu, 0).bit_count(), self.held("memory").get(gpu, 0).bit_count() * BLOCK_MEBIBYTES)
 
     def limits_on(self, gpu: GpuName) -> Amounts:
-        """What the container may use on this GPU."""
         return self.resized.get(gpu) or self.limits.get(gpu) or self.gpus.get(gpu) or Amounts()
 
     def lent_on(self, gpu: GpuName) -> int:
@@ -187,11 +177,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return self.resize.lent_mebibytes.get(gpu, 0) if self.resize else 0
 
     def guaranteed_on(self, gpu: GpuName) -> Amounts:
-        """What it may use on this GPU, also after suspended containers are resumed."""
+        """What it may use, also after suspended containers are resumed."""
         return self.limits_on(gpu) - Amounts(0, self.lent_on(gpu))
 
     def grown_on(self, gpu: GpuName) -> Amounts:
-        """What it may use beyond what it holds, without the memory that suspended containers lend."""
+        """What it may use beyond what it holds, without memory that suspended containers lend."""
         return self.guaranteed_on(gpu).beyond(self.held_on(gpu)) if gpu in self.resized else Amounts()
 
     def shrunk_on(self, gpu: GpuName) -> Amounts:
@@ -215,7 +205,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, gpus=granted, device_ids={resource: masks for resource, masks in device_ids.items() if masks})
 
     def of_pod(self, pod: PodKey | None, uid: str | None) -> bool:
-        """Whether it is this pod's. If both UIDs are known, they decide, since names recur."""
+        """Whether it is this pod's. If both UIDs are known, they decide, because names recur."""
         if self.uid and uid:
             return self.uid == uid
         return self.pod is not None and self.pod == pod
@@ -224,7 +214,6 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return self.of_pod(other.pod, other.uid)
 
     def describe(self) -> str:
-        """The holder as messages name it."""
         return describe_container(self.pod, self.uid, self.container, self.id)
 
 
@@ -235,7 +224,7 @@ def describe_container(pod: PodKey | None, uid: str | None, container: str | Non
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between two ledgers, as the checkpoint stores it, and history entries to store with it."""
+    """The difference between two ledgers, and history entries to store with it."""
 
     put: tuple[Allocation, ...] = ()
     drop: tuple[AllocationId, ...] = ()
@@ -247,8 +236,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger(msgspec.Struct, frozen=True, dict=True):
-    """All allocations of the node, by id, and the registered GPUs."""
-
     gpu_registry: GpuRegistry = msgspec.field(default_factory=GpuRegistry)
     allocations: Mapping[AllocationId, Allocation] = msgspec.field(default_factory=dict)
 
@@ -259,14 +246,16 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return {resource: union(*(a.held(resource) for a in self.allocations.values())) for resource in ALL_RESOURCES}
 
     def held(self, resource: Resource) -> Masks:
-        """Ids of one resource that are held."""
         return self._held[resource]
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> the sum of the amounts that have no core and memory ids: the amounts of allocations without such ids, and what resized
-        containers may use beyond their ids. Init containers and the other containers of a pod do not run at the same time: the most that
-        they hold at one time counts, in the order of their grants."""
+        """GPU -> the sum of the amounts without core and memory ids: of allocations without such ids, and what resized containers may use
+        beyond their ids.
+
+        Init containers and the other containers of a pod do not run at the same time. So the most that they hold at one time counts, in the
+        order of their grants.
+        """
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -282,14 +271,14 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """What is in use on this GPU: the ids that are held, and the amounts without ids. It is more than the GPU has if a resized
-        container uses what other containers hold and may no longer use."""
+        """The ids that are held, and the amounts without ids. It is more than the GPU has if a resized container uses what other containers
+        hold and may no longer use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())
 
     def in_force(self, gpu: GpuName) -> Amounts:
-        """What all containers together may use of this GPU. A resize to less does not count if the pod has an init container: that may run
+        """What all containers together may use of this GPU. A resize to less does not count if the pod has an init container, which may run
         again and use all that its pod holds."""
         left = self.used(gpu)
         for a in self.on(gpu):
@@ -302,7 +291,6 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return self.excess(gpu, self.used(gpu) + Amounts(0, burst_mebibytes)) != Amounts()
 
     def excess(self, gpu: GpuName, amounts: Amounts) -> Amounts:
-        """By how much these amounts exceed the GPU."""
         registered = self.gpu_registry.by_name.get(gpu)
         return amounts.beyond(Amounts(CORES_PER_GPU, registered.memory_mebibytes if registered else 0))
 
@@ -313,7 +301,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return Amounts(CORES_PER_GPU, self.gpu_registry.by_name[gpu].memory_mebibytes).beyond(self.used(gpu))
 
     def on(self, gpu: GpuName) -> list[Allocation]:
-        """Allocations on this GPU, oldest first."""
+        """Oldest first."""
         return self._on.get(gpu, [])
 
     @cached_property
@@ -326,11 +314,9 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def occupied(self) -> frozenset[GpuName]:
-        """GPUs with an allocation."""
         return frozenset(gpu for a in self.allocations.values() for gpu in a.places)
 
     def of(self, pod: PodKey | None, uid: str | None = None) -> list[Allocation]:
-        """Allocations of one pod. If its UID and the allocation's are known, the UID decides, since names recur."""
         return [a for a in self.allocations.values() if a.of_pod(pod, uid)]
 
     @property
@@ -339,11 +325,9 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
 
     def of_claim(self, uid: str) -> list[Allocation]:
-        """Allocations of the requests of one ResourceClaim."""
         return [a for a in self.allocations.values() if a.claim is not None and a.claim.uid == uid]
 
     def holders(self, resource: Resource, masks: Masks) -> list[Allocation]:
-        """Allocations that hold any of these ids."""
         return [a for a in self.allocations.values() if common(a.held(resource), masks)]
 
     def reusable(self, resource: Resource, pod: PodKey | None, uid: str | None = None) -> Masks:
@@ -361,7 +345,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
     # -- changes -----------------------------------------------------------------------------------------------------------
 
     def occupy(self, allocation: Allocation) -> "Ledger":
-        """The ledger with this allocation added, or put in the place of the one with the same id."""
+        """The ledger with this allocation, which replaces the one with the same id."""
         return Ledger(self.gpu_registry, {**self.allocations, allocation.id: allocation})
 
     def free(self, ids: Iterable[AllocationId]) -> "Ledger":
@@ -372,7 +356,6 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return self if gpu_registry == self.gpu_registry else Ledger(gpu_registry, self.allocations)
 
     def since(self, before: "Ledger") -> Change:
-        """The change that turns a store that holds `before` into a store that holds this ledger."""
         return Change(
             put=tuple(a for k, a in self.allocations.items() if (old := before.allocations.get(k)) is not a and old != a),
             drop=tuple(k for k in before.allocations if k not in self.allocations),
@@ -380,7 +363,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         )
 
     def freed_since(self, before: "Ledger") -> list[Allocation]:
-        """The allocations of `before` that have ended. An allocation is left out if its ids moved into another allocation of `before`."""
+        """The allocations of `before` that have ended, without the ones with ids that moved into another allocation of `before`."""
         grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
         return [
             a
@@ -392,7 +375,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
     # -- invariants --------------------------------------------------------------------------------------------------------------
 
     def violations(self, changed: Iterable[Allocation] | None = None) -> list[str]:
-        """Sentences, one for each violated invariant. `changed`: only these allocations are checked (None: all)."""
+        """A sentence for each violated invariant. `changed`: only these allocations are checked (None: all)."""
         every = list(self.allocations.values())
         suspects = every if changed is None else list(changed)
         violated: list[str] = []
@@ -423,7 +406,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return list(dict.fromkeys(violated))
 
     def check(self) -> "Ledger":
-        """The ledger itself. Raises ValueError with the violations, which are a bug."""
+        """Raises ValueError with the violations, which are a bug."""
         if violated := self.violations():
             raise ValueError("the ledger is violated: " + "; ".join(violated))
         return self
@@ -456,12 +439,12 @@ def _shared_ids(suspects: Sequence[Allocation], every: Sequence[Allocation], res
 
 
 def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
-    """Memory that containers hold on each GPU; all memory of a GPU that a container has whole."""
+    """GPU -> the memory that containers hold; all of a GPU that a container has whole."""
     return {gpu.name: gpu.memory_mebibytes - ledger.available(gpu.name).memory_mebibytes for gpu in ledger.gpu_registry.gpus}
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU. An init container's allocation is left out once another container of its pod has one."""
+    """Allocations of a part of a GPU. An init container's is left out once another container of its pod has one."""
     return [
         a
         for a in ledger.allocations.values()
@@ -470,7 +453,7 @@ def current_shares(ledger: Ledger) -> list[Allocation]:
 
 
 def holdings(allocation: Allocation, gpu_registry: GpuRegistry) -> Iterator[tuple[RegisteredGpu, int, int]]:
-    """The allocation's GPUs, with its cores and its MiB on each; all memory of a GPU that it has whole."""
+    """GPU, cores and MiB of each part of the allocation; all memory of a GPU that it has whole."""
     for name in allocation.places:
         amounts = allocation.amounts_on(name)
         yield gpu_registry.by_name[name], amounts.cores, amounts.memory_mebibytes

@@ -1,12 +1,11 @@
 """The node's GPUs: `NodeView` is the input of one decision, `node_devices` the content of ListAndWatch. Pure.
 
 The rules of ListAndWatch:
-
-* It has every id of every registered GPU (an id that vanishes while the kubelet allocates it crashes the kubelet).
+* It has every id of every registered GPU, because the kubelet crashes if an id vanishes while it allocates it.
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
 * A free replica is Unhealthy while its GPU has no free cores or no free memory.
-* If a container holds a whole GPU, the GPU's free memory blocks can't be granted to other containers. The blocks become Unhealthy, so that
-  the scheduler does not count them, once the container's own memory call has been made or can no longer be made (`open_ids`).
+* The free memory blocks of a GPU that a container has whole become Unhealthy, so that the scheduler does not count them. They stay Healthy
+  while the container's memory call may still arrive (`open_ids`).
 """
 
 from collections.abc import Collection, Mapping
@@ -23,19 +22,21 @@ from gpumgr.placement.devices import Gpu, MigProfile, Topology
 from gpumgr.placement.mig import has_place, most_devices
 from gpumgr.placement.select import Policy
 
-#: Why a GPU for which the driver reports no memory has no shares.
+#: Why a GPU without reported memory has no shares.
 NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows` maps a GPU that the driver lists now to its row in `topology`; a GPU that is missing in `rows` was listed earlier. `indices`
-    are NVML's; they differ from the rows once a GPU can't be described. `unschedulable`: GPU -> why it accepts no new containers
-    (unhealthy, MIG enabled, quarantined). `visible_blocks` are the memory blocks that the kubelet must have received as Healthy by now: the
-    kubelet allocates no other blocks, even if GetPreferredAllocation returns them. `instances`: the MIG devices that a GPU has now, that
-    work and that are offered; `failed_instances`: UUID of a MIG device -> why it does not work; `in_mig_mode`: the GPUs that are
-    unschedulable because of their MIG mode alone: they still grant MIG devices. `mig_profiles`: GPU -> the profiles of the MIG devices that
-    are created on it on demand. `shown`: the GPUs that the driver describes now. `burst_mebibytes`: memory of a GPU that containers hold
-    above their requests, which counts as used."""
+    """`rows` maps each GPU that the driver lists now to its row in `topology`. `indices` are NVML's, which differ from the rows once a GPU
+    can't be described. `shown`: the GPUs that the driver describes now. `unschedulable`: GPU -> why it accepts no new containers.
+
+    `visible_blocks`: the memory blocks that the kubelet must have received as Healthy by now; it allocates no others, even if
+    GetPreferredAllocation returns them. `burst_mebibytes`: memory that containers hold above their requests, which counts as used.
+
+    `instances`: the MIG devices that exist, work and are offered; `failed_instances`: UUID of a MIG device -> why it does not work.
+    `in_mig_mode`: GPUs that only their MIG mode makes unschedulable; they still grant MIG devices. `mig_profiles`: GPU -> the profiles of
+    the MIG devices that are created on demand.
+    """
 
     topology: Topology
     rows: Mapping[GpuName, int] = msgspec.field(default_factory=dict)
@@ -55,7 +56,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return {row: gpu for gpu, row in self.rows.items()}
 
     def closed(self, gpu: GpuName, resource: Resource) -> str | None:
-        """Why the GPU accepts no new containers with this resource; None if it does."""
+        """Why the GPU accepts no new containers with this resource; None: it does."""
         open_ = gpu in self.in_mig_mode and (resource == "mig" or (resource == "replica" and gpu in self.mig_profiles))
         return None if open_ else self.unschedulable.get(gpu)
 
@@ -65,13 +66,13 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return {gpu: why for gpu, why in self.unschedulable.items() if self.closed(gpu, "replica")}
 
     def label(self, gpu: GpuName) -> str:
-        """The GPU's name in messages: `GPU3 (1f2e3d4c)`."""
+        """In messages: `GPU3 (1f2e3d4c)`."""
         index = self.indices.get(gpu)
         return f"GPU {gpu}" if index is None else f"GPU{index} ({gpu})"
 
 
 class GpuDevices(msgspec.Struct, frozen=True, dict=True):
-    """One GPU's Healthy ids, as masks; all its other ids are Unhealthy. `numa_node` None: no preference."""
+    """One GPU's Healthy ids; all its other ids are Unhealthy. `numa_node` None: no preference."""
 
     gpu: RegisteredGpu
     healthy_cores: int
@@ -85,7 +86,7 @@ NodeDevices = tuple[GpuDevices, ...]
 
 
 def at_present(node: NodeView, ledger: Ledger) -> Ledger:
-    """The ledger with the memory that each GPU has now, which may be less than when it was registered (ECC was turned on)."""
+    """The ledger with the memory that each GPU has now. It may be less than at the registration (ECC was turned on)."""
     sizes = {name: gpu.memory_mebibytes for name, gpu in node.shown.items()}
     gpus = (
         replace(gpu, memory_mebibytes=min(gpu.memory_mebibytes, sizes.get(gpu.name, gpu.memory_mebibytes)))
@@ -102,9 +103,8 @@ def node_devices(
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
-    """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many replicas each GPU may have now; a
-    GPU on which MIG devices are created has at most as many as MIG devices fit. `open_ids`: allocations of whole GPUs that may still get a
-    memory call."""
+    """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; if MIG
+    devices are created on it, at most as many as fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
     now = at_present(node, ledger)
     return tuple(
         _gpu_devices(ledger, now, node, registered, replicas, open_ids)
@@ -143,7 +143,7 @@ def _gpu_devices(
 
 
 def _healthy_replicas(ledger: Ledger, node: NodeView, gpu: GpuName, replicas: int) -> int:
-    """The replicas that are held and, if the GPU has room, its first `replicas` ones."""
+    """The held replicas and, if the GPU has room, its first `replicas` ones."""
     registered = ledger.gpu_registry.by_name[gpu]
     number = min(replicas, registered.replicas)
     held = ledger.held("replica").get(gpu, 0)
@@ -151,7 +151,7 @@ def _healthy_replicas(ledger: Ledger, node: NodeView, gpu: GpuName, replicas: in
         return held
     left = ledger.available(gpu)
     spare = min(left.cores, left.memory_mebibytes - node.burst_mebibytes.get(gpu, 0)) > 0
-    if not registered.memory_mebibytes:  # without reported memory a GPU is granted only whole
+    if not registered.memory_mebibytes:  # a GPU without reported memory is granted only whole
         number, spare = 1, left.whole
     if profiles := node.mig_profiles.get(gpu):
         number, spare = min(number, most_devices(profiles)), has_place(profiles, ledger.used(gpu).slices)
@@ -164,13 +164,13 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
 
 
 def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
-    """How many blocks of this GPU can be held as ids: what bursts and allocations without ids leave, in whole blocks."""
+    """How many blocks of this GPU can be held as ids: what bursts and allocations without ids leave."""
     claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
     left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
     return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:
-    """`healthy` without `claimed` of its free ids, since allocations without ids hold these amounts."""
+    """`healthy` without `claimed` of its free ids: allocations without ids hold these amounts."""
     free = healthy & ~held
     return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

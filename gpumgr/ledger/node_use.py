@@ -1,4 +1,4 @@
-"""The use of the node's GPUs in one sample, as values that `join` makes."""
+"""The use of the node's GPUs in one sample; `join` makes these values."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,16 +9,19 @@ from gpumgr.common.units import GpuName
 from gpumgr.ledger.ledger import AllocationId, describe_container
 from gpumgr.placement.pods import PodKey, is_static_uid
 
-#: An allocation on one of its GPUs: a share of one GPU has one such pair, a container with four whole GPUs has four.
+#: An allocation on one of its GPUs. A container with four whole GPUs has four such pairs.
 AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container used its turns on one GPU (the times in which the arbiter lets it run kernels), as the limiter has counted since the
-    agent knows the container. `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while at least
-    one of its threads waited for one. `overruns`: how many of its turns the arbiter ended while its work still ran. `memory_bytes_by_kind`:
-    kind of CUDA allocation -> what its processes hold; kinds with 0 bytes are left out. `held_ratio` and `waited_ratio`: the part of the
-    last ten seconds in which it held the GPU, and in which it waited, 0..1; None: not known yet, or launches need no turn."""
+    """How a container used its turns on one GPU: the times in which the arbiter lets it run kernels. The limiter counts since the agent
+    knows the container.
+
+    `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while one of its threads waited for one.
+    `overruns`: how many turns the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its
+    processes hold, without zeros. `held_ratio`, `waited_ratio`: its part of the last ten seconds, 0..1; None: not known yet, or launches
+    need no turn.
+    """
 
     held_seconds: float
     waited_seconds: float
@@ -32,10 +35,9 @@ class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
     """A container's grant on one GPU, and the use of the GPU by its processes.
 
-    `cores` are hundredths of this GPU. `memory_request_bytes` is guaranteed: what was granted, or the size after a resize.
-    `memory_limit_bytes` is the most that the container may use, which is more with a burst. Both are None for whole GPUs. `processes` maps
-    the host's pid of each process with a context there to its bytes (None = not reported). `memory_bytes` is their sum; None = unknown, and
-    then the processes may be unknown, too.
+    `cores` are hundredths of this GPU. `memory_request_bytes` is guaranteed: the grant, or the size after a resize. `memory_limit_bytes` is
+    the most that the container may use, which is more with a burst. Both are None for whole GPUs. `processes`: the host's pid -> its bytes
+    (None = not reported). `memory_bytes` is their sum; None = unknown, and then the processes may be unknown, too.
     """
 
     allocation: AllocationId
@@ -64,13 +66,11 @@ class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.memory_bytes is None and not self.processes else len(self.processes)
 
     def describe(self) -> str:
-        """The container's name in messages."""
         return describe_container(self.pod, self.pod_uid, self.container, self.allocation)
 
 
 class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that uses a GPU without an allocation of it. `container`: the container where it runs; None = it runs in no container of
-    the kubelet."""
+    """A process that uses a GPU without an allocation of it. `container`: where it runs; None = in no container of the kubelet."""
 
     gpu: GpuName
     uuid: str
@@ -80,19 +80,15 @@ class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of unattributed processes on a GPU, and their memory; None: not known. The memory is also None if the driver reports it
-    for no process."""
+    """The unattributed processes on a GPU; None: not known. The memory is also None if the driver reports it for no process."""
 
     processes: int | None = 0
     memory_bytes: int | None = 0
 
 
 class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole node at one instant.
-
-    `containers` has every allocation on every GPU that it was granted, also without a process. `gpus` has the sums of the unattributed
-    processes, not for GPUs without a readable process list. `unknown`: pids of processes in containers that are not known yet.
-    """
+    """The whole node at one instant. `containers` has every allocation on every GPU that it was granted, even without a process. `gpus`
+    lacks GPUs without a readable process list. `unknown`: pids of processes in containers that are not known yet."""
 
     containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
     unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = msgspec.field(default_factory=dict)
@@ -100,18 +96,16 @@ class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     unknown: frozenset[int] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
-        """The same use, without the containers of all other allocations."""
+        """The same use, with these allocations only."""
         if all(allocation in allocations for allocation, _ in self.containers):
             return self
         return replace(self, containers={place: use for place, use in self.containers.items() if place[0] in allocations})
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
-    """One started container. `attempt` counts its restarts from 0.
-
-    `cgroup` is the path of its cgroup below the root of the hierarchy that counts its memory (v2: the unified one), with a leading slash;
-    None while it is unknown. `pid` is the host's pid of its first process; None if it does not run.
-    """
+    """One started container. `attempt` counts its restarts from 0. `cgroup`: the path below the root of the hierarchy that counts its
+    memory (v2: the unified one), with a leading slash; None: unknown. `pid`: the host's pid of its first process; None if it does not
+    run."""
 
     id: str
     pod: PodKey
@@ -125,11 +119,9 @@ class Container(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def static(self) -> bool:
-        """Whether it belongs to a static pod."""
         return is_static_uid(self.pod_uid)
 
     def describe(self) -> str:
-        """The container's name in messages."""
         if not self.name:
             return f"container {self.id[:12]} of pod uid {self.pod_uid}"
         return f"{'/'.join(self.pod)} ({self.name})"

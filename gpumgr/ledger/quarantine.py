@@ -1,11 +1,7 @@
-"""Decides which GPUs have processes of an ended allocation. Such a GPU is in quarantine: it is not offered until these processes have
-ended.
+"""Decides which GPUs are in quarantine: a GPU with processes of an ended allocation is not offered until these have ended.
 
-A pod can end while a process of its container stays in the driver (D state, a detached child) with its GPU memory. Processes that were
-first sampled while the GPU had no allocation (a display server, the operator's tools) do not count.
-
-An ordinary end also takes time: on an H200 a process with 35 GiB stays in the driver's list for half a second after its end. So
-processes of an ended container are reported only after EXPECTED_SECONDS.
+A pod can end while a process stays in the driver (D state, a detached child) with its GPU memory. Processes that were first sampled while
+the GPU had no allocation (a display server, the operator's tools) do not count.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,13 +12,14 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 
-#: How long the processes of an ended container may remain before they are reported.
+#: How long processes of an ended container may remain before they are reported: on an H200 a process with 35 GiB stays in the driver's list
+#: for half a second after its end.
 EXPECTED_SECONDS: Final = 10.0
 
 
 class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU -> processes. `tenants`: first sampled while the GPU was allocated. `unattributed`: first sampled while it was not. `held`: GPU
-    -> the processes that keep it in quarantine."""
+    """GPU -> processes. `tenants`: first sampled while the GPU was allocated. `unattributed`: first sampled while it was not. `held`: they
+    keep the GPU in quarantine."""
 
     tenants: Mapping[GpuName, frozenset[Process]] = msgspec.field(default_factory=dict)
     unattributed: Mapping[GpuName, frozenset[Process]] = msgspec.field(default_factory=dict)
@@ -53,14 +50,13 @@ def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]],
 
 
 def ended(state: Quarantine, gpus: Collection[GpuName], runs: Callable[[Process], bool]) -> Quarantine:
-    """The state after the end of the last allocation on `gpus`: a GPU goes into quarantine if one of its `tenants` still `runs`."""
+    """The state after the end of the last allocation on `gpus`. A GPU goes into quarantine if one of its `tenants` still `runs`."""
     left = {gpu: frozenset(p for p in state.tenants.get(gpu, ()) if runs(p)) for gpu in gpus}
     tenants = {gpu: who for gpu, who in state.tenants.items() if gpu not in left}
     return _tidy(replace(state, tenants=tenants, held={**state.held, **left}))
 
 
 def released(state: Quarantine, runs: Callable[[Process], bool]) -> Quarantine:
-    """The state without the processes in `held` that no longer run."""
     return _tidy(replace(state, held={gpu: frozenset(p for p in who if runs(p)) for gpu, who in state.held.items()}))
 
 

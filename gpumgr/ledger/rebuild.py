@@ -20,7 +20,7 @@ from gpumgr.ledger.replicas import charged_on, limits_on
 from gpumgr.ledger.sweep import Shown, shown
 from gpumgr.placement.pods import Listing, PodKey, PodView
 
-#: The form of gpumgr's core and memory ids (gpumgr.ledger.ids). It matches ids of a removed GPU, too.
+#: A core or memory id of gpumgr (gpumgr.ledger.ids), even of a removed GPU.
 _OURS: Final = re.compile(r"[0-9a-z]+-[cm][0-9]+")
 #: A replica: UUID and number. Neither gpumgr nor, in practice, HAMi's plugin has more than 1000 replicas of a GPU.
 _REPLICA: Final = re.compile("(.+)-(0|[1-9][0-9]{0,2})")
@@ -31,8 +31,7 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One container's ids of one resource in the kubelet's checkpoint. The other fields are read from the response that the kubelet has
-    stored: the allocation's id, the mechanisms that limit the container, whether the response names a CDI device, and what a container
-    with replicas was granted."""
+    stored."""
 
     uid: str
     container: str
@@ -45,7 +44,7 @@ class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnonymousRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One container in gpu-manager's checkpoint. The container's ids name no GPU; `minors` are the device minor numbers of its GPUs."""
+    """One container in gpu-manager's checkpoint. `minors`: the device minor numbers of its GPUs."""
 
     uid: str
     container: str
@@ -71,8 +70,8 @@ def adopt(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """Adds to `ledger` the allocations that only the kubelet has. Allocations that contradict the ledger, and replicas of unknown GPUs,
-    are skipped and reported in `problems`."""
+    """Adds the allocations that only the kubelet has. Allocations that contradict the ledger, and replicas of unknown GPUs, are skipped and
+    reported in `problems`."""
     entries = tuple(entries)
     ledger = ledger.with_gpu_registry(_with_replicas(ledger.gpu_registry, entries, listing))
     added, problems = list[Allocation](), list[str]()
@@ -99,7 +98,7 @@ def adopt(
 
 
 def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
-    """The container's place in the order of its pod's grants, which `Ledger.by_amount` needs: the kubelet's checkpoint is in random order.
+    """The container's place in the order of its pod's grants, which `Ledger.by_amount` needs; the kubelet's checkpoint is in random order.
     An init container of an unknown pod is before the pod's other containers."""
     view = find_uid(holding.uid) if holding.uid else None
     names = [spec.name for spec in view.containers] if view else []
@@ -108,7 +107,7 @@ def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
     """Registers more replicas of a GPU if containers hold higher numbers than it offers: HAMi's plugin had another setting. On a GPU that
-    offers none, only the replicas that gpumgr itself granted count: others may be ids of another plugin."""
+    offers none, only replicas that gpumgr granted count, because others may be ids of another plugin."""
     entries = [entry for entry in entries if entry.resource == "replica"]
     own = {text for entry in entries if entry.granted.gpus for text in entry.device_ids}
     ids = [text for entry in entries for text in entry.device_ids]
@@ -128,8 +127,7 @@ def _holdings(
     find_uid: Callable[[str], PodView | None],
     problems: list[str],
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> what it holds: an allocation with the kubelet's ids. Ended pods are left out. Adds to
-    `problems`."""
+    """(UID or namespace/name, container) -> an allocation with the ids that it holds. Ended pods are left out. Adds to `problems`."""
     shared = any(gpu.replicas for gpu in gpu_registry.gpus)
     holdings: dict[tuple[str, str], Allocation] = {}
     uids: dict[PodKey, str] = {}
@@ -155,14 +153,13 @@ def _new_holding(entry: KubeletEntry, view: PodView | None) -> Allocation:
     return Allocation(
         id="",
         pod=view.key if view else None,
-        uid=view.uid if view else entry.uid,  # a static pod has two UIDs: the ledger has the one of its mirror pod
+        uid=view.uid if view else entry.uid,  # the ledger has the UID of a static pod's mirror pod
         container=entry.container,
         init=spec is not None and spec.kind == "init",
     )
 
 
 def _with_entry(holding: Allocation, entry: KubeletEntry, masks: Masks, gpu_registry: GpuRegistry) -> Allocation:
-    """The allocation with one more of the container's resources."""
     return replace(
         holding,
         device_ids={**holding.device_ids, entry.resource: union(holding.held(entry.resource), masks)},
@@ -202,8 +199,8 @@ def _with_listed(
 
 
 def _with_amounts(ledger: Ledger, holding: Allocation, view: PodView | None) -> Allocation:
-    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the response in the kubelet's
-    checkpoint, else from the pod; if the pod is not known either, there are none."""
+    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the stored response, else from
+    the pod; without both there are none."""
     if holding.held("mig"):
         return replace(holding, gpus=instance_amounts(ledger.gpu_registry, holding.held("mig")))
     spec = view.container(holding.container) if view else None
@@ -222,7 +219,7 @@ def _known(ledger: Ledger, resource: Resource, masks: Masks, holding: Allocation
 
 
 def _partial(ledger: Ledger, holding: Allocation) -> Allocation | None:
-    """The ledger's allocation of this container; it has the same ids of one resource, but lacks the other one."""
+    """The ledger's allocation of this container that has the same ids of one resource, but lacks the other."""
     for a in ledger.allocations.values():
         if _may_be(a, holding) and any(
             a.held(resource) and a.held(resource) == holding.held(resource) for resource in ALL_RESOURCES
@@ -247,9 +244,8 @@ def migrate(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """Adds gpu-manager's records to `ledger`. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs
-    until these pods end. A container in `ledger` is not changed (the records may be read again), except that it gets GPUs that were not
-    known at the last read."""
+    """Adds gpu-manager's records. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs until these
+    pods end. A container in `ledger` only gets GPUs that were not known at the last read."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:
@@ -291,7 +287,7 @@ def migrate(
 
 
 def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection[tuple[str, str]]) -> Holders:
-    """Maps (UID, container) to the ids that name no GPU. `entries`: (UID, container, ids). Containers in `known` are left out."""
+    """(UID, container) -> the ids that name no GPU. `entries`: (UID, container, ids). Containers in `known` are left out."""
     found: dict[tuple[str, str], frozenset[str]] = {}
     for uid, container, ids in entries:
         unnamed = frozenset(each for each in ids if not _OURS.fullmatch(each))
@@ -301,8 +297,8 @@ def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod. Each of `entries` (UID, container, ids; from the kubelet's checkpoint) is looked up in `listing` by container and
-    ids."""
+    """Pod UID -> pod. `listing` has the pod's name for the container and ids of an entry (UID, container, ids) in the kubelet's
+    checkpoint."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods
@@ -314,7 +310,7 @@ def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listin
 
 
 def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
-    """The ids to reserve for this record: for whole GPUs all their core ids, else free core and memory ids of its first GPU."""
+    """The ids to reserve: for whole GPUs all their core ids, else free core and memory ids of the first GPU."""
     if record.cores >= CORES_PER_GPU:
         return {"core": dict.fromkeys(gpus, ALL_CORES)}
     gpu = gpus[0]

@@ -1,13 +1,12 @@
 """Containers of `nvidia.com/gpu`: chooses GPUs and one replica (id) of each, and grants them with the amounts that the container requests.
 
-* Each replica of a container is on a different GPU (on GPUs with MIG profiles several may be on one). The container has the same amounts
-  of each GPU.
+* Each replica of a container is on a different GPU, except MIG devices. The container has the same amounts of each GPU.
 * 100 cores are a whole GPU, with all its memory, without other pods on it. A container that requests no cores needs at least one free core
   on a GPU that it shares with other pods.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where the containers after it fit, too.
-* On a GPU with MIG profiles a replica is a MIG device that is created for the container. A container has MIG devices or shares of other
-  GPUs, not both: its environment names either MIG devices or GPUs. The MIG device of an init container is large
-  enough for the containers that take over its replica, and they take over the device, too.
+* On a GPU with MIG profiles a replica is a MIG device that is created for the container. The device of an init container is large enough
+  for the containers that take it over. A container has MIG devices or shares of other GPUs, not both, because its environment names one
+  kind.
 
 Source of the rules: HAMi 2.10, the method Fit for NVIDIA's GPUs (pkg/device/nvidia/device.go). The amounts are only in the pod, so a pod
 that is not known is refused.
@@ -31,7 +30,7 @@ from gpumgr.placement.select import GpuCapacity, find
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """GPUs for the whole container, and one replica of each. If the scheduler named GPUs, they are chosen. Raises Refusal."""
+    """GPUs for the whole container, and one replica of each; if the scheduler named GPUs, these. Raises Refusal."""
     ledger = at_present(node, ledger)
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
@@ -89,7 +88,7 @@ def grant_replicas(
 
 
 def charged_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuName]) -> Mapping[GpuName, Amounts]:
-    """What the ledger counts for this request on each of these GPUs. With oversubscription the limits differ (`limits_on`)."""
+    """What the ledger counts on each of these GPUs. With oversubscription the limits differ (`limits_on`)."""
     return {gpu: wanted.counted(registry.by_name[gpu].memory_mebibytes, registry.by_name[gpu].uuid) for gpu in gpus}
 
 
@@ -101,8 +100,8 @@ def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuN
 
 
 def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
-    """What the container requests. Raises Refusal for an unknown caller, for a `size` that is not the requested number of GPUs, and for a
-    request that no node can grant."""
+    """What the container requests. Raises Refusal for an unknown caller, another number of GPUs than `size`, or a request that no node can
+    grant."""
     spec = caller.spec
     if spec is None or spec.replicas is None:
         raise Refusal(
@@ -183,7 +182,7 @@ def _choose(
 
 
 def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
-    """The container's request, and the requests of the containers that take over its replicas."""
+    """The requests of the container, and of the containers that take over its replicas."""
     found, left = [wanted], wanted.count if caller.init else 0
     for spec in caller.chain[1:]:
         if spec.replicas and left > 0:
@@ -193,7 +192,7 @@ def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[Repli
 
 
 def _trial_allocation(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRequest], gpus: Collection[GpuName]) -> Allocation:
-    """The caller's allocation on all of these GPUs, with the largest amounts of these requests on each."""
+    """The caller's allocation on all of these GPUs, with the largest of the requests on each."""
     most = dict.fromkeys(gpus, Amounts())
     for each in wanted:
         most = {gpu: most[gpu].most(amounts) for gpu, amounts in charged_on(ledger.gpu_registry, each, gpus).items()}
@@ -201,7 +200,6 @@ def _trial_allocation(ledger: Ledger, caller: Caller, wanted: Sequence[ReplicaRe
 
 
 def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuName, burst_mebibytes: int = 0) -> str | None:
-    """Why the allocation can't be on this GPU; `after` is the ledger with it."""
     # What an init container holds is left for the pod's later containers.
     inits = (a.id for a in ledger.of(allocation.pod, allocation.uid) if a.init)
     wanted, left = allocation.gpus[gpu], ledger.free(inits).available(gpu)
@@ -222,7 +220,7 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
 
 
 def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
-    """The choice if HAMi's scheduler named a GPU several times, once for each MIG device."""
+    """For HAMi's scheduler, which names a GPU once for each MIG device."""
     free = request.free(ledger)
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():

@@ -1,8 +1,8 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
-A request is decided once, by what its GPUs have left at that time. What exceeds the container's grant is taken from what is free there,
-then from what other containers hold but may not use since a resize. If that is not enough, suspended containers lend memory. It is used
-like a burst: when they resume, they get back what is not in use.
+A request is decided once, by what its GPUs have left then. Growth uses first what is free, then what other containers may not use since a
+resize, then memory that suspended containers lend. Lent memory is used like a burst: when the lenders resume, they get back what is not in
+use.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,10 +17,10 @@ from gpumgr.placement.pods import ResizeRequest
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decision depends on, in addition to the ledger. `used_bytes`: what containers use on their GPUs; None: not known.
-    `most_bytes`: the highest limit that may be in force for a container on a GPU. `memory_mebibytes`: the memory that each GPU has now.
-    `most`: how much a pod may have above its requests. `obstacle`: why these mechanisms can't change the container's limit of a resource
-    (None: they can). `away`: the containers that are suspended, and do not ask for their resume. `listed`: the runtime has answered."""
+    """What a decision depends on, besides the ledger. `used_bytes`: what containers use; None: not known. `most_bytes`: the highest limit
+    that may be in force. `memory_mebibytes`: what each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why
+    these mechanisms can't change a limit (None: they can). `away`: suspended containers that do not ask for their resume.
+    `listed`: the runtime has answered."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     most_bytes: Callable[[Allocation, GpuName], int]
@@ -31,12 +31,12 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     listed: bool = True
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that the container uses on this GPU above what is guaranteed, as a burst does."""
+        """The MiB that the container uses above what is guaranteed, as a burst does."""
         used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 
     def reach(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that the container may still take there, on top of what is guaranteed and `beyond`, before its limit is set again."""
+        """The MiB that the container may still take, on top of what is guaranteed and `beyond`, before its limit is set again."""
         least = allocation.guaranteed_on(gpu).memory_mebibytes + self.beyond(allocation, gpu)
         return max(0, -(-self.most_bytes(allocation, gpu) >> 20) - least)
 
@@ -49,7 +49,7 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | Waits:
-    """The allocation with the decision; Waits if the request can't be decided yet."""
+    """The allocation with the decision; Waits if it is not possible yet."""
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))
@@ -145,13 +145,13 @@ def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocati
 
 
 def _lent(ledger: Ledger, allocation: Allocation, resized: Allocation, gpu: GpuName, around: Surroundings) -> int | Waits:
-    """The MiB of this GPU that suspended containers lend the container. Raises ValueError if less is left than it needs."""
+    """The MiB of this GPU that suspended containers lend. Raises ValueError if less is left than the container needs."""
     more, after = _more(allocation, resized, gpu), ledger.occupy(resized)
     others = [a for a in ledger.on(gpu) if a.id != allocation.id]
     bursts = sum(around.beyond(a, gpu) for a in (*others, resized))
     size = min(ledger.gpu_registry.by_name[gpu].memory_mebibytes, around.memory_mebibytes.get(gpu, 1 << 62))
     excess = (after.in_force(gpu) + Amounts(0, bursts)).beyond(Amounts(CORES_PER_GPU, size))
-    # A client of MPS keeps the limit with which it started, so it could not give anything back.
+    # A client of MPS keeps the limit with which it started, so it could give nothing back.
     lenders = () if "mps" in allocation.mechanisms else [a for a in others if a.id in around.away]
     lendable = sum(a.guaranteed_on(gpu).memory_mebibytes for a in lenders)
     lendable -= sum(max(0, a.lent_on(gpu) - around.beyond(a, gpu)) for a in others)

@@ -5,7 +5,7 @@ Invariants:
 2. A change is one transaction: if the process is killed, the next start finds all of it or nothing.
 3. A corrupt file is renamed and reported; it is never read as an empty ledger, and never deleted.
 
-`read_checkpoint` works with and without a running agent. It changes no row; sqlite may write the log (-wal) of a killed agent into the main
+`read_checkpoint` also works beside a running agent. It changes no row; sqlite may write the log (-wal) of a killed agent into the main
 file.
 """
 
@@ -34,7 +34,7 @@ from gpumgr.ledger.ledger import Change
 from gpumgr.ledger.tables import CorruptError, Loaded, checksum
 
 NAME: Final = "gpumgr.sqlite3"
-#: The suffixes of the files that sqlite creates next to a database in WAL mode.
+#: Suffixes of the files that sqlite creates beside a database in WAL mode.
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
@@ -44,7 +44,7 @@ _DISK: Final = "check the kernel log for disk errors"
 _BUSY: Final = "another program holds the file; only one agent may run on a node"
 _CORRUPT: Final = "start the agent again: it renames the file and rebuilds the ledger from the kubelet's state"
 
-#: Prefix of sqlite's name for an error -> what to do about it.
+#: Prefix of sqlite's name for an error -> what to do.
 _ADVICE: Final = {
     "SQLITE_FULL": _FULL,
     "SQLITE_READONLY": _ACCESS,
@@ -62,7 +62,7 @@ _Job = tuple[Callable[[], None], Future[None]] | None
 
 
 class SqliteCheckpoint:
-    """The durable state of the agent. `open` creates it; call `save` and `save_note` from one event loop, and `close` at the end."""
+    """`open` creates it; call `save` and `save_note` from one event loop, and `close` at the end."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, loaded: Loaded) -> None:
         self._connection, self._path, self._loaded = connection, path, loaded
@@ -73,10 +73,10 @@ class SqliteCheckpoint:
 
     @classmethod
     def open(cls, folder: Path, *, outlive: Collection[str] = (), wall_clock: Callable[[], float] = time.time) -> Self:
-        """Opens or creates the checkpoint in `folder` and reads it. Blocks for some milliseconds; call it only at the start.
+        """Opens or creates the checkpoint in `folder` and reads it. Blocks for some milliseconds.
 
-        A corrupt file is renamed: then `load()` has `lost` and the new name of the file. Its readable notes with the keys `outlive` are
-        copied into the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
+        A corrupt file is renamed: then `load()` has `lost` and `set_aside`, and the readable notes with the keys `outlive` are copied into
+        the new file. Raises CheckpointError if the folder can't be used, or if a newer gpumgr wrote the file.
         """
         path = prepare(folder)
         existed = path.stat().st_size > 0
@@ -91,7 +91,7 @@ class SqliteCheckpoint:
         return cls(connection, path, loaded)
 
     def load(self) -> Loaded:
-        """The content of the checkpoint at `open`."""
+        """The content at `open`."""
         return self._loaded
 
     async def save(self, change: Change) -> None:
@@ -100,8 +100,7 @@ class SqliteCheckpoint:
             await self._run(lambda: tables.write_change(self._connection, change))
 
     async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
-        """Saves a text under a key, and entries of the history in the same transaction. Raises CheckpointError; then the file is
-        unchanged."""
+        """Saves a text, and entries of the history in the same transaction. Raises CheckpointError; then the file is unchanged."""
 
         def write() -> None:
             tables.write_note(self._connection, key, value)
@@ -110,7 +109,7 @@ class SqliteCheckpoint:
         await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
-        """Finishes the requested writes and closes the file. Returns False if the disk was too slow: then the file is not closed yet."""
+        """Finishes the requested writes and closes the file. False: the disk was too slow, and the file is not closed yet."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -121,7 +120,7 @@ class SqliteCheckpoint:
         if self._closed:
             raise CheckpointError(f"the checkpoint {self._path} is closed")
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # if the caller is cancelled, it stops waiting, but the write is completed
+        done.set_running_or_notify_cancel()  # a cancelled caller stops waiting, but the write is completed
         self._jobs.put((work, done))
         try:
             await asyncio.wrap_future(done)
@@ -154,7 +153,7 @@ def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
 
 
 def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyType({})) -> tuple[sqlite3.Connection, Loaded]:
-    """The connection and the content of the file; a new file gets `notes`. Raises CorruptError or CheckpointError."""
+    """A new file gets `notes`. Raises CorruptError or CheckpointError."""
     check_header(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
     try:
@@ -181,10 +180,8 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
 
 
 def _intact_notes(path: Path, keys: Collection[str]) -> tuple[Mapping[str, str], bool]:
-    """The notes of a corrupt file that have these keys and a correct checksum, and whether a missing note may have been in the damaged
-    part.
-
-    Reads a copy, so that the file stays unchanged. Raises nothing."""
+    """The sound notes with these keys in a corrupt file, and whether a missing note may have been in the damaged part. Reads a copy, so
+    that the file stays unchanged. Raises nothing."""
     notes: dict[str, str] = {}
     whole = True
     try:
@@ -214,10 +211,8 @@ def _sound(row: tuple[bytes | None, bytes | None, int]) -> tuple[str, str] | Non
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """The present content of the checkpoint in `folder`; `lost` is set if there is no file, or a file without tables.
-
-    Raises CheckpointError for a file that is corrupt, newer than this gpumgr, or not readable.
-    """
+    """The present content of the checkpoint in `folder`; `lost` if there is no file, or no table in it. Raises CheckpointError for a file
+    that is corrupt, newer than this gpumgr, or not readable."""
     path = folder / NAME
     try:
         path.stat()
@@ -246,7 +241,7 @@ def _read(path: Path) -> Loaded:
 
 
 def prepare(folder: Path) -> Path:
-    """Creates the checkpoint's file if it is missing, with mode 0600, and returns its path. Raises CheckpointError."""
+    """Creates the checkpoint's file if it is missing, with mode 0600. Raises CheckpointError."""
     path = folder / NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -264,8 +259,8 @@ def prepare(folder: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before any connection is open: it opens and
-    closes the file, and that would drop the locks of an open connection. Source of the layout: sqlite's file format, section 1.3."""
+    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before any connection is open: closing the
+    file would drop the connection's locks. Source of the layout: sqlite's file format, section 1.3."""
     try:
         with path.open("rb") as file:
             header = file.read(_MIN_PAGE_BYTES)
@@ -295,10 +290,8 @@ def set_aside(path: Path, now_seconds: float) -> Path:
 
 
 def translate(error: sqlite3.Error, path: Path, verb: Literal["open", "read", "write"]) -> CheckpointError:
-    """sqlite's error as a CheckpointError with the path, the cause and a remedy.
-
-    An error without an entry in _ADVICE (no such table, not a database, text that is not UTF-8) means corrupt content: CorruptError.
-    """
+    """sqlite's error as a CheckpointError with path, cause and remedy. An error without an entry in _ADVICE (no such table, not a database,
+    text that is not UTF-8) means corrupt content: CorruptError."""
     name = getattr(error, "sqlite_errorname", None) or type(error).__name__
     problem = f"can't {verb} the checkpoint {path}: {error} ({name})"
     advice = next((advice for prefix, advice in _ADVICE.items() if name.startswith(prefix)), None)

@@ -1,7 +1,7 @@
 """Suspension: the GPU memory of an idle container is moved to the host's memory, and back when the container needs it. Pure.
 
 The driver does both for one process at a time (cuCheckpointProcessLock, Checkpoint, Restore, Unlock). Each state is saved before the step
-that it names, so that the agent can repeat the step after a restart. A step that was done already does nothing.
+that it names, so that the agent can repeat the step after a restart. A repeated step does nothing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,26 +18,23 @@ from gpumgr.placement.pods import PodView
 #: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: one of its processes
 #: can't go on; only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
-#: The states in which an operation is in progress.
 IN_PROGRESS: Final = ("suspending", "resuming")
-#: The first driver with these functions, and the first one that can also do it for processes that use several GPUs (they share memory
-#: between GPUs).
+#: The first driver with these functions, and the first one that has them for processes on several GPUs.
 _FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
 _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
 _HOST_FACTOR, _HOST_EXTRA_BYTES = 1.05, 256 << 20
 #: The shortest idle time before a suspension, so that memory is not moved again and again. The first suspension that gpumgr.io/suspend
-#: demands does not wait for it; a suspension after a resume does.
+#: demands does not wait for it.
 AGAIN_SECONDS: Final = 60.0
-#: The most containers that a reason names.
 _NAMED: Final = 3
 
 
 class Suspension(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one allocation; an allocation without one runs. `processes`: the container's processes when its suspension began.
-    `memory_bytes`: what they had on each GPU. `asked_at`: when the resume was asked for, in unix seconds.
-    `demanded`: the annotation gpumgr.io/suspend demanded it. `reason`: why a resume waits, or why it failed. `required`: the pids
-    of the processes that had memory on a GPU; while such a process exists, the driver must report its state."""
+    """The state of one allocation; an allocation without one runs. `processes`: of the container when its suspension began. `required`:
+    pids of the processes that had memory on a GPU; while they exist, the driver must report their state. `memory_bytes`: what they had on
+    each GPU. `asked_at`: when the resume was requested, in unix seconds. `demanded`: by the annotation gpumgr.io/suspend. `reason`: why a
+    resume waits, or why it failed."""
 
     state: State
     demanded: bool = False
@@ -49,7 +46,7 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def away(self) -> bool:
-        """Whether its GPU memory is in the host's memory now, so that other containers may use that GPU memory."""
+        """Whether other containers may use its GPU memory, because that is in the host's memory."""
         return self.state == "suspended"
 
     @property
@@ -64,21 +61,20 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Its memory on all GPUs together."""
         return sum(self.memory_bytes.values())
 
     def to(self, state: State, *, reason: str = "", asked_at: float | None = None) -> "Suspension":
         return replace(self, state=state, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
-        """A copy for which a resume was requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
+        """With a resume requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
         return self if self.asked_at is not None else replace(self, asked_at=now)
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation did. `pids`: the container's processes that use CUDA; `held`: the processes that do not run now, or have an
-    unknown state; `failed`: the ones that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory.
-    `untouched`: it changed no process."""
+    """What an operation did. `pids`: the container's processes that use CUDA; `held`: the ones that do not run now, or have an unknown
+    state; `failed`: the ones that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it
+    changed no process."""
 
     pids: Collection[int] = ()
     held: Collection[int] = ()
@@ -93,7 +89,7 @@ Verb = Literal["suspend", "resume"]
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that is left, in bytes: on the node, and in the container's cgroup and its ancestors. None: not known, or no limit."""
+    """What is left on the node, and in the container's cgroup and its ancestors. None: not known, or no limit."""
 
     node_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -102,8 +98,7 @@ class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
 def obstacle(
     allocation: Allocation, uses: Sequence[ContainerUse], *, driver_version: str | None, machine: str, host: HostMemory, pods: int
 ) -> str | None:
-    """Why the container can't be suspended now; None: it can. `uses`: one for each of its GPUs. `pods`: how many pods use the
-    allocation."""
+    """Why the container can't be suspended now; None: it can. `uses`: one for each of its GPUs. `pods`: how many use the allocation."""
     driver = int((driver_version or "0").partition(".")[0])
     shared = [kind for use in uses if use.turns for kind in use.turns.memory_bytes_by_kind if kind == "managed"]
     if machine != _MACHINE:
@@ -141,22 +136,21 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
 
 
 class Activity(msgspec.Struct, frozen=True):
-    """When a container last worked. `launches`: the number of its kernel launches in the last sample; `at`: in monotonic seconds."""
+    """When a container last worked. `launches`: its kernel launches in the last sample; `at`: monotonic seconds."""
 
     launches: int
     at: float
 
 
 def activity(before: Activity | None, uses: Iterable[ContainerUse], now: float) -> Activity:
-    """A container works while its launches increase, or its kernels run, or the driver does not report whether they run."""
+    """A container works while its launches increase, its kernels run, or the driver does not report whether they run."""
     uses = tuple(uses)
     launches = sum(use.turns.launches for use in uses if use.turns)
     works = before is None or launches != before.launches or any(use.utilization_ratio != 0 for use in uses)
     return Activity(launches, now if works or before is None else before.at)
 
 
-#: What to do with a container: begin its suspension or its resume, or continue the one that an earlier process of the agent began; or drop
-#: a state that its pod no longer demands.
+#: Begin or continue a suspension or a resume, or drop a state that the pod no longer demands.
 Step = Verb | Literal["forget"]
 
 
@@ -170,8 +164,7 @@ def next_step(
     default_seconds: float,
 ) -> tuple[Step | None, str | None]:
     """What to do with a container (None: nothing), and why it is not suspended although its pod demands that. `view` None: its pod is not
-    known. `known`: its state on disk. `uses`: one for each of its GPUs. `now`: in monotonic seconds. `default_seconds`: see
-    `idle_seconds_to_suspend`."""
+    known. `known`: its state on disk. `uses`: one for each of its GPUs. `now`: monotonic seconds."""
     if known is not None and known.state in IN_PROGRESS:
         return ("suspend" if known.state == "suspending" else "resume"), None
     if known is not None and known.away:
@@ -191,8 +184,8 @@ def next_step(
 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:
-    """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the first of the resumes that
-    were requested earlier; None: it is the next one."""
+    """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the earliest requested resume;
+    None: it is the next one."""
     own = suspensions[name]
     before = [
         (each.away, each.asked_at or 0.0, other)
@@ -206,21 +199,19 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
 def overcommitted(
     allocations: Iterable[Allocation], suspensions: SuspensionsById, gpu: GpuName, memory_mebibytes: int
 ) -> Sequence[Allocation]:
-    """The active containers on a GPU if its memory is granted more than once and they do not fit; else none. An init container does not
-    run at the same time as its pod's other containers."""
+    """The active containers on a GPU with oversubscribed memory, if they do not fit; else none. An init container does not run at the same
+    time as its pod's other containers."""
     found = [a for a in allocations if not (a.init or (a.id in suspensions and suspensions[a.id].away))]
     scaled = any(a.limits_on(gpu).memory_mebibytes > a.amounts_on(gpu).memory_mebibytes for a in found if gpu in a.limits)
     return found if scaled and sum(a.limits_on(gpu).memory_mebibytes for a in found) > memory_mebibytes else ()
 
 
 def waits_for(missing: int, gpu: GpuName, holders: Mapping[str, int]) -> str:
-    """The reason of a resume that waits for `missing` bytes. `holders`: the names of the other containers on the GPU, and what they use in
-    bytes."""
+    """The reason of a resume that waits for `missing` bytes. `holders`: name of another container on the GPU -> its bytes."""
     return f"it waits for {-(-missing >> 20)} MiB of GPU {gpu}, used by {used_by(holders)}"
 
 
 def used_by(holders: Mapping[str, int]) -> str:
-    """The names of the holders with most memory, with what they use."""
     most = sorted((name for name, size in holders.items() if size), key=lambda name: -holders[name])[:_NAMED]
     used = ", ".join(f"{name} ({holders[name] >> 20} MiB)" for name in most)
     return used or "processes outside of containers"

@@ -1,16 +1,15 @@
 """Frees allocations when the kubelet frees their ids, and corrects their names.
 
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
-
 * `freed_by_offer`: GetPreferredAllocation offers its ids, a `List` during that call does not show it with its ids, and its pod has ended.
 * `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (2 if the API server has no such pod). One call proves
-  nothing: after a kubelet restart `List` is incomplete until the kubelet's sources are ready.
+  nothing, because `List` is incomplete after a kubelet restart.
 
-The kubelet alone does not prove that a pod has ended: after the loss of its checkpoint it offers the ids of running pods, and lists
-these pods without ids. So the callers pass which pods have ended, as the API server or the container runtime reports it.
+The kubelet alone does not prove that a pod has ended: after the loss of its checkpoint it offers the ids of running pods, and lists these
+pods without ids. So the callers pass which pods have ended, as the API server or the container runtime reports it.
 
-Ordinary init containers are missing in `List`: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod
-without ids until it is deleted: then an init container's ids are freed together with the ids of the pod's other containers.
+`List` lacks ordinary init containers: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod without ids
+until it is deleted: then an init container's ids are freed with the ids of the pod's other containers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,8 +28,8 @@ Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one sweep. `renamed`: allocations that had a wrong name, but not allocations that had no name before. `absent`:
-    allocation -> how many times in a row it was missing."""
+    """`renamed`: allocations that had a wrong name, not the ones without a name before. `absent`: allocation -> how many times in a row it
+    was missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
@@ -39,7 +38,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | None = None) -> Shown:
-    """`List`'s device ids as masks, of all pods or of these listed ones, without containers that have no ids of gpumgr."""
+    """`List`'s device ids as masks, of all pods or of these; containers without ids of gpumgr are left out."""
     result: dict[tuple[PodKey, str], Mapping[Resource, Masks]] = {}
     for pod in listing.pods if pods is None else pods:
         for container, devices in listing.containers(pod).items():
@@ -56,7 +55,6 @@ def shown(gpu_registry: GpuRegistry, listing: Listing, pods: Iterable[PodKey] | 
 def not_shown(
     suspects: Iterable[Allocation], visible: Shown, listing: Listing, find_pod: FindPod
 ) -> Mapping[AllocationId, Allocation]:
-    """The `suspects` that `List` does not show. `visible`: all that `List` shows."""
     return {a.id: a for a in suspects if not _is_shown(a, visible, listing, find_pod)}
 
 
@@ -65,9 +63,8 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
-        """Whether `a` ends when `g` does: `List` does not show `a`, or `a` was granted before `g` and `List` never shows it (see
-        `unlisted`; the listed pod of that name may be a later one). An allocation without a UID that was granted after `g` stays: it may
-        be a later pod's."""
+        """Whether `a` ends with `g`: `List` does not show `a`, or never shows it (`unlisted`) and `a` was granted before `g`. A later
+        allocation without a UID stays: it may be another pod's of that name."""
         earlier = order.index(a.id) <= order.index(g.id)
         if a.uid is None and not earlier:
             return False
@@ -90,15 +87,15 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
     kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `absent`: from the previous sweep. `patience`: see the module. `gone`: whether the API server no longer has a
-    pod with this UID (False if there is no API server). `kept`: these stay, although `List` does not show them."""
+    """Checks all allocations. `absent`: from the previous sweep. `gone`: whether the API server no longer has a pod with this UID. `kept`:
+    these stay, although `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
-    # Init containers come last: the container that took over their ids determines their pod.
+    # Init containers are last: the container that took over their ids determines their pod.
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # it was freed when an earlier allocation was renamed; or it is a ResourceClaim's, which has no ids
+            continue  # freed when an earlier allocation was renamed; or a ResourceClaim's, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -128,10 +125,8 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """Allocations that `List` never shows, if a later allocation of the same pod is among the `freed`.
-
-    If the freed allocation's pod was a wrong guess and runs, only allocations that share ids with the freed allocation are returned.
-    """
+    """Allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that one's pod was a wrong guess,
+    and runs, only allocations that share ids with it."""
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
     gone = {a.id for a in freed}
@@ -149,14 +144,14 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
-    """The ledger with names from `List` for allocations without a name, and for the allocation `latest`, which may have a guessed name."""
+    """The ledger with names from `List` for nameless allocations, and for `latest`, which may have a guessed name."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
-        # The common case: the entry of its own pod is sufficient, so the rest of the long list is not decoded.
+        # Usually the entry of its own pod is sufficient, so the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)
-    # If the pod of one container was a wrong guess, it was also wrong for the other containers of that pod.
+    # A wrong guess of one container's pod was also wrong for the other containers of that pod.
     family = [a for a in ledger.allocations.values() if any(a is b or a.same_pod(b) for b in unsure)]
     if not family:
         return ledger
@@ -174,8 +169,7 @@ def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_
 
 
 def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
-    """The allocation, with another pod if it is an init container's and its pod was a wrong guess: it gets the pod to which `List` assigns
-    the other containers."""
+    """An init container's allocation gets the pod to which `List` assigns the pod's other containers, if its own pod was a wrong guess."""
     if not a.init or a.uid is None or a.pod != before[a.id].pod:
         return a
     siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
@@ -187,8 +181,8 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with some of these ids belongs to an
-    init container of the same pod, if it was granted as one or its pod is not certain. Otherwise `List` refutes it, and it is freed."""
+    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with some of these ids is an init
+    container's of the same pod, if it was granted as one or its pod is not certain. Otherwise it is wrong, and is freed."""
     before = ledger.allocations[named.id]
     for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
@@ -199,9 +193,8 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger in which `named` and the allocation of the same container's other resource are one allocation. It has the id of the
-    allocation with the cores, because the container's folder has that name. Without a UID nothing is joined: the other allocation may
-    belong to an earlier pod of that name."""
+    """Joins `named` with the allocation of the same container's other resource. The result has the id of the one with the cores, because
+    the container's folder has that name. Without a UID nothing is joined: the other allocation may be an earlier pod's of that name."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
     cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
@@ -230,17 +223,15 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """Whether the pod's phase is Succeeded or Failed: such a pod holds nothing, even if an older kubelet still lists it.
-
-    Without a UID the name proves nothing: the ended pod may be an earlier one of that name.
-    """
+    """Whether the pod is Succeeded or Failed: it holds nothing then, even if an older kubelet still lists it. Without a UID this is not
+    known: an earlier pod may have had the name."""
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so the allocation's ids never were
-    the container's, or belonged to an earlier pod of that name."""
+    """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so these never were the container's,
+    or belonged to an earlier pod of that name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
@@ -261,7 +252,7 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
             and a.by_ids
             and not all(a.held(resource) for resource in RESOURCES)
         ):
-            return False  # a share has only one of its two resources: its admission failed
+            return False  # a share with one of its two resources: its admission failed
         if a.pod is None or a.pod not in listing.pods:
             return False
         view = find_pod(a.pod)
@@ -270,14 +261,12 @@ def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod
 
 
 def unlisted(a: Allocation) -> bool:
-    """Whether `List` never shows it: it belongs to an ordinary init container, or has gpu-manager's ids, or has no container name:
-    `List` gives one to each container that it shows."""
+    """Whether `List` never shows it: it is an ordinary init container's, or has gpu-manager's ids or no container name."""
     return a.init or a.anonymous or a.container is None
 
 
 def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container for which `List` shows this allocation's ids: its own pod and container if they have any of its ids, else any
-    with all of them."""
+    """Pod and container for which `List` shows the allocation's ids: its own if they have any of the ids, else any that have them all."""
     if a.init or a.anonymous:
         return None
     if a.pod is not None and a.container is not None:

@@ -1,5 +1,5 @@
-"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection; and the notes that are JSON: what the agent
-remembers over a restart besides the ledger."""
+"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection. Notes are JSON texts that the agent keeps
+over a restart besides the ledger."""
 
 import sqlite3
 import zlib
@@ -25,7 +25,6 @@ _UNSET: Final = Allocation(id="")
 
 #: The checkpoint has this note while a lost ledger is not rebuilt yet: the agent may end before that, and the next one must know.
 LOST_NOTE: Final = "ledger_lost"
-#: The remedy for a note that may be lost.
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
 
 
@@ -34,7 +33,7 @@ class CorruptError(CheckpointError):
 
 
 def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
-    """The row of an allocation: (id, record, checksum). The record has the fields that are not empty."""
+    """(id, record, checksum). The record has only the fields that are not empty."""
     row = {name: value for name in _FIELDS if (value := getattr(allocation, name)) != getattr(_UNSET, name)}
     if allocation.device_ids:
         row["device_ids"] = {
@@ -45,7 +44,7 @@ def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
 
 
 def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Allocation:
-    """The allocation of a row. Raises CorruptError, which names the row."""
+    """Raises CorruptError, which names the row."""
     try:
         if sum_ != checksum(allocation_id, record):
             raise ValueError("its checksum is wrong")
@@ -64,7 +63,7 @@ def decode_allocation(allocation_id: AllocationId, record: str, sum_: int) -> Al
 
 
 def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry | None:
-    """The entry of a row; None for any record that is not an entry."""
+    """None for any record that is not an entry."""
     try:
         return decode_json(record, HistoryEntry) if sum_ == checksum(str(number), record.decode()) else None
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -72,8 +71,7 @@ def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry | None:
 
 
 def checksum(*texts: str) -> int:
-    """CRC-32 of the texts, each with a terminating NUL. sqlite checks the structure of its file; the checksum finds a flipped bit in a
-    row."""
+    """CRC-32 of the texts, each with a terminating NUL. sqlite checks the structure of its file; this finds a flipped bit in a row."""
     result = 0
     for text in texts:
         result = zlib.crc32(text.encode() + b"\0", result)
@@ -91,7 +89,7 @@ _CREATE: Final = (
     # grant_of: the allocation, if the entry records its grant
     "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)",
 )
-#: Deletes the entries that are older than the newest N, except the grants of existing allocations.
+#: Deletes older entries than the newest N, except the grants of existing allocations.
 _PRUNE: Final = (
     "DELETE FROM history WHERE number <= (SELECT number FROM history ORDER BY number DESC LIMIT 1 OFFSET ?) "
     "AND (grant_of IS NULL OR grant_of NOT IN (SELECT id FROM allocations))"
@@ -99,12 +97,10 @@ _PRUNE: Final = (
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a checkpoint.
+    """The content of a checkpoint. `history` is in order of time; `unreadable` counts its entries that were skipped.
 
-    `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state: at a first start, after the file was deleted, or
-    after a corrupt file was renamed to `set_aside`. `why` gives the cause. After a corrupt file `notes` has only the readable ones of the
-    notes that outlive the ledger; `notes_lost`: some of them may be missing. `history` is in order of time; `unreadable` counts its
-    entries that were skipped.
+    `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state; `why` gives the cause. A corrupt file was renamed to
+    `set_aside`; then `notes` has the readable ones of the notes that outlive the ledger, and `notes_lost` says that some may be missing.
     """
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
@@ -118,7 +114,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """Whether the file has no table: it is new, or its creation was interrupted."""
+    """The file has no table if it is new, or its creation was interrupted."""
     return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
 
 
@@ -132,8 +128,7 @@ def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises CorruptError for a damaged file and for a file of another program or an older schema, CheckpointError for a file of a newer
-    gpumgr."""
+    """Raises CorruptError for a damaged file, another program's or an older schema; CheckpointError for a newer gpumgr's."""
     results = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if results != ["ok"]:
         raise CorruptError(f"sqlite's integrity check reports: {'; '.join(map(str, results))}")

@@ -1,13 +1,11 @@
 """What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
 
-Limits are a state machine for each GPU of each allocation:
-* An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-  `samples` readings in a row that are not above that sum. Each change is reported once.
-* A sample without the allocation's memory is no reading: it neither counts nor interrupts.
-* An allocation that is gone is dropped without a report.
+An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
+`samples` readings that are not. Each change is reported once. A sample without the allocation's memory neither counts nor interrupts. An
+allocation that is gone is dropped without a report.
 
-A process of no container is reported after EXPECTED_SECONDS, since the driver lists the processes of an ended container a moment longer.
-Each process is reported once, even if its GPU's process list can't be read, or its container is unknown, for a while.
+A process of no container is reported once, after EXPECTED_SECONDS, because the driver lists the processes of an ended container a moment
+longer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +30,6 @@ _WITHIN: Final = _Streak()
 
 
 class OverLimitState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state between two samples."""
-
     streaks: Mapping[AllocationOnGpu, _Streak] = msgspec.field(default_factory=dict)
 
     @property
@@ -50,7 +46,7 @@ class OverLimitChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, samples: int, slack_bytes: int) -> OverLimitChange:
-    """The state after one sample. `uses`: all uses of existing allocations; uses without a limit are ignored."""
+    """The state after one sample. `uses`: of all existing allocations; uses without a limit are ignored."""
     streaks: dict[AllocationOnGpu, _Streak] = {}
     began, ended = list[ContainerUse](), list[ContainerUse]()
     for use in uses:
@@ -88,11 +84,9 @@ KnownProcesses = Mapping[Process, KnownProcess]
 def update_unattributed(
     known: KnownProcesses, use: NodeUse, started: Mapping[int, int], *, now: float
 ) -> tuple[KnownProcesses, Mapping[Process, Sequence[UnattributedProcess]]]:
-    """The unattributed processes after a sample, and the ones to report, each with its use of each GPU, ordered by pid. `started`: pid ->
-    start time in clock ticks since boot; a pid without a start time has just ended. `now`: in monotonic seconds.
-
-    Known processes stay known while a GPU's list can't be read, and while their container is unknown.
-    """
+    """The unattributed processes after a sample, and the ones to report, by pid. `started`: pid -> start time in clock ticks since boot,
+    for the processes that run. `now`: monotonic seconds. Processes stay known while a GPU's list can't be read, or their container is
+    unknown."""
     here: dict[Process, list[UnattributedProcess]] = {}
     for (_, pid), found in sorted(use.unattributed.items(), key=lambda item: (item[0][1], item[0][0])):
         if pid in started:

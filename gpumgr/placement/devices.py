@@ -12,8 +12,8 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
-    """How close two GPUs are to each other on PCIe, with the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level
-    INTERNAL). The value is the pair's score without NVLinks."""
+    """How close two GPUs are on PCIe, by the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level INTERNAL). A
+    level's value is the pair's score without NVLinks."""
 
     SYS = 10
     NODE = 20
@@ -22,21 +22,21 @@ class Level(IntEnum):
     PIX = 50
     PSB = 60
 
-    # Enum's own hash is a Python function: a topology of 16 GPUs is a cache key, and its hash needs the hashes of hundreds of levels.
+    # Enum's own hash is a Python function. A topology is a cache key, and its hash needs the hashes of hundreds of levels.
     __hash__ = int.__hash__
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of two GPUs. `level` is the PCIe level. `nvlinks` counts direct NVLinks; with NVSwitch, it is the lower of the two
-    GPUs' numbers of links to switches."""
+    """The connection of two GPUs. `nvlinks` counts direct NVLinks; with NVSwitch, it is the lower of the two GPUs' numbers of links to
+    switches."""
 
     level: Level
     nvlinks: int = 0
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The links between the n GPUs with the indices 0..n-1. `levels` and `nvlinks` are symmetric n x n matrices; their diagonals (PSB, 0)
-    have no meaning."""
+    """The links between n GPUs with the indices 0..n-1. `levels` and `nvlinks` are symmetric n x n matrices; their diagonals (PSB, 0) have
+    no meaning."""
 
     levels: tuple[tuple[Level, ...], ...]
     nvlinks: tuple[tuple[int, ...], ...]
@@ -49,8 +49,8 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class MigProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of MIG device that a GPU can have: `slices` of the GPU's compute, and `size` adjacent slices of its memory. `starts`: the
-    memory slices at which such a device may begin, ascending. `number` is the driver's id of the profile.
+    """A kind of MIG device: `slices` of the GPU's compute and `size` adjacent slices of its memory. `starts`: the memory slices at which a
+    device may begin, ascending. `number`: the driver's id.
 
     Source: nvmlDeviceGetGpuInstanceProfileInfo and nvmlDeviceGetGpuInstancePossiblePlacements.
     """
@@ -64,11 +64,10 @@ class MigProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """A MIG device: one compute instance of a GPU instance. `profile` as `nvidia-smi -L` shows it (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
+    """A MIG device: one compute instance of a GPU instance. `profile` is the name in `nvidia-smi -L` (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
+    `memory_slices`: slice n of the GPU's memory as bit n; 0 = not known.
 
-    `gpu_instance` and `compute_instance` are the driver's ids. The driver derives the UUID from the place, so an instance that is created
-    again at the same place can have the same UUID, also with another profile. `memory_slices`: the memory slices of its GPU instance, slice
-    n as bit n; 0 = not known.
+    The driver derives the UUID from the place. So a later MIG device at the same place can have the same UUID, even with another profile.
     """
 
     uuid: str
@@ -80,11 +79,11 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One physical GPU as NVML describes it. None = the driver does not report it.
+    """One physical GPU as NVML describes it; None = not reported.
 
-    `index` is NVML's index. It may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: its parents on PCIe, the root
-    complex first. `mig_profiles`: the MIG devices that the GPU could have, also while its MIG mode is off; empty if the GPU or driver has
-    no MIG. A GPU without `memory_bytes` (GB10 uses the host's memory) is not shared.
+    NVML's `index` may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: the GPU's parents on PCIe, the root complex
+    first. `mig_profiles`: the MIG devices that it could have, even while its MIG mode is off. A GPU without `memory_bytes` (GB10 uses the
+    host's memory) is not shared.
     """
 
     index: int
@@ -98,7 +97,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     pcie_chain: tuple[str, ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
     mig_profiles: tuple[MigProfile, ...] = ()
-    #: Computed; 0: the driver reports none.
+    #: Computed from `memory_bytes`; 0 = not reported.
     memory_mebibytes: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that NVML lists but can't describe. `uuid` is known if the GPU was seen before or still answers."""
+    """A GPU that NVML lists but can't describe. `uuid` None: not known."""
 
     index: int
     uuid: str | None
@@ -122,11 +121,8 @@ class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`.
-
-    `failures`: the GPUs that NVML lists but can't describe. `pci_gpus`: the PCI addresses of the node's GPUs in sysfs, including GPUs that
-    NVML does not list.
-    """
+    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`. `pci_gpus`: the PCI
+    addresses of the node's GPUs in sysfs, including GPUs that NVML does not list."""
 
     gpus: tuple[Gpu, ...]
     topology: Topology
@@ -138,13 +134,12 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unlisted(self) -> int:
-        """The number of the node's GPUs that NVML does not list."""
+        """How many of the node's GPUs NVML does not list."""
         return max(0, len(self.pci_gpus) - len(self.gpus) - len(self.failures))
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """A sentence about GPUs that NVML does not list; None if there are none. It names these GPUs by PCI address, unless an address may
-        be a listed GPU's."""
+        """A sentence about the GPUs that NVML does not list; None if it lists all. It has their PCI addresses if these are certain."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}
@@ -155,11 +150,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process with a context on a GPU. `memory_bytes` None = not reported; `pid` is the pid on the host.
-
-    `utilization_ratio` is the share of the last period in which its kernels ran, 0..1; None = not sampled, or not
-    reported.
-    """
+    """A process with a context on a GPU. `pid` is the pid on the host. `utilization_ratio`: the share of the last period in which its
+    kernels ran, 0..1. None: not reported, or not sampled."""
 
     pid: int
     memory_bytes: int | None
@@ -167,15 +159,15 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail
-    (None = no limit)."""
+    """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail (None: no
+    limit)."""
 
     soft_bytes: int = 0
     hard_bytes: int | None = None
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The current use of one GPU. Ratios are 0..1; None = not reported. `processes` None = the list is not readable."""
+    """The current use of one GPU. Ratios are 0..1; None: not reported. `processes` None: the list is not readable."""
 
     uuid: str
     memory_used_bytes: int | None = None
@@ -188,22 +180,21 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample of all GPUs, keyed by UUID; `failures` maps a GPU's UUID to why it could not be sampled."""
+    """One sample of all GPUs, by UUID. `failures`: why a GPU could not be sampled."""
 
     gpus: Mapping[str, GpuSample] = msgspec.field(default_factory=dict)
     failures: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-#: The score of a link is the value of its `Level` (SYS 10 to PSB 60), plus this for each NVLink. Source: docs/user-guide.md, "Placement".
+#: A link's score is the value of its `Level`, plus this for each NVLink. Source: docs/user-guide.md, "Placement".
 NVLINK_SCORE: Final = 100
 
-#: n x n pair scores; symmetric, the diagonal is 0.
+#: n x n scores of pairs; symmetric, with 0 on the diagonal.
 Scores = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=64)
 def score_matrix(topology: Topology) -> Scores:
-    """The score of every pair of GPUs."""
     n = len(topology)
     return tuple(
         tuple(0 if a == b else int(topology.levels[a][b]) + NVLINK_SCORE * topology.nvlinks[a][b] for b in range(n))
@@ -212,5 +203,5 @@ def score_matrix(topology: Topology) -> Scores:
 
 
 def set_score(scores: Scores, gpus: Sequence[int]) -> int:
-    """The sum of the scores of all pairs of the set; 0 for a set of one GPU."""
+    """The sum of the scores of all pairs of the set."""
     return sum(scores[a][b] for a, b in combinations(gpus, 2))

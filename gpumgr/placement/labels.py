@@ -1,10 +1,9 @@
-"""Labels of the node that describe its GPUs. Pure.
+"""The node's labels that describe its GPUs. Pure.
 
-The labels under `nvidia.com/` have the keys and meanings of NVIDIA's gpu-feature-discovery, but not all of its labels are here.
-`gaia.tencent.com/gpu-model` is a label of gpu-manager. On a node with different GPUs the labels describe the most frequent model.
+The labels under `nvidia.com/` are some of NVIDIA's gpu-feature-discovery, with the same meanings. `gaia.tencent.com/gpu-model` is a label
+of gpu-manager. On a node with different GPUs the labels describe the most frequent model.
 
-The driver's description of a GPU has no compute capability. The table below has it for some models, from NVIDIA's own list
-(developer.nvidia.com/cuda-gpus); for other models the label is left out.
+`Gpu` has no compute capability. A table has it for some models (source: developer.nvidia.com/cuda-gpus); for others the label is left out.
 """
 
 import re
@@ -33,19 +32,16 @@ _CAPABILITIES: Final = {
     (10, 3): "B300 GB300",
 }
 _CAPABILITY_OF: Final = {model: capability for capability, models in _CAPABILITIES.items() for model in models.split()}
-#: Major number of the compute capability -> gpu-feature-discovery's name of the architecture; 7.5 and 8.9 have names of their own.
+#: Major number of the compute capability -> gpu-feature-discovery's name of the architecture, unless `_OWN_NAMES` has one.
 _FAMILIES: Final = {5: "maxwell", 6: "pascal", 7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}
 _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
     """Label -> value. `describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take
-    precedence.
-
-    An operator can request the label MODEL, but not set its value: that is the GPU's model. Without a GPU the label is left out.
-    """
+    precedence. But the value of MODEL is always the GPU's model; without a GPU the label is left out."""
     models = Counter(gpu.model for gpu in snapshot.gpus)
-    # Among equals max() takes the first one, which has the lowest index.
+    # max() takes the first of equals, which has the lowest index.
     gpu = max(snapshot.gpus, key=lambda each: models[each.model], default=None)
     labels = dict(_described(gpu, models[gpu.model], snapshot)) if gpu and describe else {}
     for key, _, value in (text.partition("=") for text in further):
@@ -54,8 +50,7 @@ def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str]
 
 
 def model_label(model: str | None) -> str:
-    """The second word of a model that has at least three words, as in gpu-manager ("Tesla M40 24GB" gives M40). gpu-manager has no rule for
-    shorter models; here the whole model is the label."""
+    """The second word of a model with at least three words, as in gpu-manager ("Tesla M40 24GB" gives M40); otherwise the whole model."""
     words = (model or "").split()
     return clean(words[1]) if len(words) > 2 else clean(model or "")
 
@@ -67,13 +62,13 @@ def clean(text: str) -> str:
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """Compute capability of a model in the table. None for any other model, such as "RTX 6000": several models have that name."""
+    """(major, minor) of a model in the table. None for other models, such as "RTX 6000": several models have that name."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:
-    """The name that gpu-feature-discovery has for GPUs of this compute capability, such as ampere; None: it is not in the table."""
+    """gpu-feature-discovery's name for GPUs of this compute capability, such as ampere; None: it is not in the table."""
     return _OWN_NAMES.get(capability) or _FAMILIES.get(capability[0])
 
 

@@ -1,26 +1,23 @@
-"""link: several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
+"""link: chooses several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
 
-Chooses a set T of k entirely free GPUs: the set with the highest score(T) plus the best score of a partition of the remaining free GPUs
-into sets of k (one short set allowed), so that the remaining GPUs stay good for the next pod. Ties are decided by, in order: the higher
-score(T), the smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
+The choice is a set T of k entirely free GPUs. It has the highest score(T) plus the best score of a partition of the remaining free GPUs
+into sets of k (one may be shorter), so that these stay good for the next pod. Ties are decided by, in order: the higher score(T), the
+smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 
-The search is exact if it is short enough, as it is on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly any
-symmetry, a candidate set is grown from each GPU: the GPU that adds most to the score is added next. The remaining GPUs are split in the
-same manner. The result is then good, but not proven to be the best.
+The search is exact on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly any symmetry it exceeds STEP_LIMIT. Then
+a set is grown from each GPU: the GPU that adds most to the score is added next. The remaining GPUs are split in the same manner. The result
+is good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
+* GPUs with the same scores to all others form a class, so it matters only *how many* GPUs of each class a set has. A two-socket NVSwitch
+  box of 16 has 81 states instead of 65,536.
+* Scores are turned into losses. The loss of a set's member is the sum of its k-1 best scores minus its scores within the set. Losses are
+  never negative, and the least sum of losses is the highest sum of scores. Candidates are sorted by loss, so the search stops at the first
+  candidate that alone is worse than the best answer.
 
-* GPUs with the same scores to all others are interchangeable, so it matters only *how many* GPUs of each class a set has. A
-  two-socket NVSwitch box of 16 has 81 states instead of 65,536. A GPU that is like no other is a class of one; with only such
-  classes, the search is over masks.
-* Scores are turned into losses. The loss of a set's member is the sum of its k-1 best scores minus its scores within the set.
-  Losses are never negative, and the least sum of losses is the highest sum of scores. So with candidates sorted by loss, the search
-  stops at the first candidate that alone is worse than the best answer.
-
-Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits.
-
-The search runs on the event loop, so its length is bounded: by a number of steps and not by a time, so that the same request has the same
-answer on every machine.
+Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits. The search runs on
+the event loop, so its length is bounded. The bound is a number of steps and not a time, so that a request has the same answer on every
+machine.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -31,8 +28,7 @@ from typing import Final
 from gpumgr.placement.devices import Scores, Topology, score_matrix, set_score
 from gpumgr.placement.tree import Group, build_tree, enclosing_group, groups_smallest_first, mask_of
 
-#: Steps before the search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case). Enough for every node of
-#: up to 12 GPUs, and for 16 GPUs with the symmetry of real boards.
+#: Steps before the exact search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case).
 STEP_LIMIT: Final = 200_000
 #: The cost in steps of listing one set (plus a quarter step for each pair of a GPU in it and a class), and of opening one state.
 _STEPS_PER_SET: Final = 40
@@ -41,11 +37,11 @@ _NO_LOSS_YET: Final = 1 << 60
 
 
 class TooManySets(Exception):
-    """The exact search would take more than STEP_LIMIT steps: many GPUs with hardly any symmetry."""
+    """The exact search would take more than STEP_LIMIT steps."""
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
-    """Classes of GPUs, ascending: GPUs of a class are of the same kind and have the same scores to all other `gpus`."""
+    """Classes of GPUs, ascending. GPUs of a class have the same kind and the same scores to all other `gpus`."""
     classes: list[list[int]] = []
     for gpu in gpus:
         for members in classes:
@@ -63,10 +59,10 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 
 
 class PartitionSearch:
-    """One search over the free GPUs of a node for sets of `k`.
+    """One search over the free GPUs of a node for sets of `k`; T contains all GPUs in `required`.
 
-    The GPUs in `required` must be in T. GPUs of different `kind` must not be exchanged, even if they have the same scores. A set takes the
-    GPUs with the lowest indices of each class: any other set has the same loss as one of these, which wins the last tie.
+    GPUs of different `kind` are never exchanged, even if they have the same scores. A set takes the lowest indices of each class, which win
+    the last tie.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class PartitionSearch:
         self._short_by_first = self._by_first_class(self._short)
 
     def best_sets(self, feasible: Callable[[tuple[int, ...]], bool] | None = None) -> list[tuple[int, tuple[int, ...]]]:
-        """All sets T that reach the optimum, as (score, GPUs ascending); empty if no set is feasible. Raises TooManySets."""
+        """All optimal sets T, as (score, GPUs ascending); empty if no set is feasible. Raises TooManySets."""
         everything = sum(len(members) << (self._width * position) for position, members in enumerate(self._classes))
         best = _NO_LOSS_YET
         found: list[tuple[int, tuple[int, ...]]] = []
@@ -108,15 +104,13 @@ class PartitionSearch:
         return found
 
     def _loss_of_rest(self, state: int, size: int, limit: int) -> int:
-        """The least loss of splitting the GPUs that `state` counts (`size` in total) into sets; above `limit`, a lower bound."""
+        """The least loss of splitting the `size` GPUs that `state` counts into sets; above `limit`, a lower bound."""
         known = self._loss.get(state)
         if known is not None:
             return known
         if self._above.get(state, -1) >= limit:
             return limit + 1
-        if (
-            self._short_size and size == self._k + self._short_size
-        ):  # two sets are left: the choice of the smaller one determines both
+        if self._short_size and size == self._k + self._short_size:  # two sets are left: the smaller one determines both
             best = self._least(self._short, state, self._k, limit + 1)
         else:
             first = ((state & -state).bit_length() - 1) // self._width
@@ -130,7 +124,7 @@ class PartitionSearch:
         return best
 
     def _least(self, candidates: Sequence[tuple[int, int]], state: int, size: int, best: int) -> int:
-        """`best`, or the least loss of splitting `state` into one of `candidates` and `size` other GPUs, if that is less."""
+        """The lower of `best` and the least loss of splitting `state` into one of `candidates` and `size` other GPUs."""
         guards, guarded, tried = self._guards, state | self._guards, 0
         for loss, packed in candidates:
             if loss >= best:
@@ -148,13 +142,13 @@ class PartitionSearch:
             raise TooManySets
 
     def _partition_sets(self, size: int) -> list[tuple[int, int]]:
-        """All sets of `size` as (loss, counts), the least loss first. Records each set as the best split of its own GPUs."""
+        """All sets of `size` as (loss, counts), the least loss first. Records each as the best split of its own GPUs."""
         made = [(loss, packed) for loss, packed, _ in self._sets(size, ())] if size else []
         self._loss.update((packed, loss) for loss, packed in made)
         return made
 
     def _by_first_class(self, sets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The sets, grouped by the first class that has a GPU in the set: a partition is built from its first GPU on."""
+        """The sets by their first class, because a partition is built from its first GPU on."""
         filed: list[list[tuple[int, int]]] = [[] for _ in self._classes]
         for loss, packed in sets:
             filed[((packed & -packed).bit_length() - 1) // self._width].append((loss, packed))
@@ -171,7 +165,7 @@ class PartitionSearch:
         return sorted(found)
 
     def _number_of_sets(self, size: int) -> int:
-        """The number of sets of `size` GPUs; sets with the same number of GPUs of each class count once."""
+        """The number of sets of `size` GPUs; only the counts of the classes distinguish sets."""
         numbers = [1] + [0] * size
         for members in self._classes:
             numbers = [sum(numbers[max(0, total - len(members)) : total + 1]) for total in range(size + 1)]
@@ -187,10 +181,8 @@ class PartitionSearch:
         potential: int,
         gains: Sequence[int],
     ) -> None:
-        """Adds to `found` every way to take `size` more GPUs from the classes at `start` and after, as (loss, counts, score).
-
-        `gains`: how much one GPU of each class adds to the score of the set so far.
-        """
+        """Adds to `found` every way to take `size` GPUs from the classes at `start` and after, as (loss, counts, score). `gains`: what one
+        GPU of each class adds to the set's score."""
         if size == 0:
             found.append((potential - 2 * score, packed, score))
             return
@@ -226,7 +218,7 @@ def choose_set(
 ) -> tuple[int, ...] | None:
     """The set that the link rule chooses, ascending; None if no set of k contains `required` and has `blocks_needed`.
 
-    `free` are the entirely free GPUs, ascending; `blocks` their free memory blocks; `required` is ascending and lies within `free`.
+    `free`: the entirely free GPUs, ascending; `blocks`: their free memory blocks; `required`: some of `free`, ascending.
     """
     room = dict(zip(free, blocks, strict=True))
     if not has_room(room, k, required, blocks_needed):
@@ -252,7 +244,7 @@ def choose_set(
 
 
 def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_needed: int) -> bool:
-    """Whether some set of `k` GPUs contains `required` and has `blocks_needed`. `room`: the free blocks of each entirely free GPU."""
+    """Whether some set of `k` GPUs contains `required` and has `blocks_needed`. `room`: entirely free GPU -> its free blocks."""
     if not len(required) <= k <= len(room) or not room.keys() >= set(required):
         return False
     others = sorted((room[gpu] for gpu in room if gpu not in required), reverse=True)
@@ -260,7 +252,7 @@ def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_
 
 
 def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
-    """GPU -> its kind: the smallest group of the GPU, and its free memory if that matters. GPUs are exchanged only within a kind."""
+    """GPU -> its kind: its smallest group, and its free memory if that matters."""
     home = {
         child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
     }
@@ -270,8 +262,8 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Grows a set from each GPU. Returns the sets with the highest sum of two scores, the set's and the score of the remaining GPUs, as
-    (score of the set, GPUs)."""
+    """Grows a set from each GPU. Returns the sets with the highest total of two scores, the set's and the remaining GPUs', as (score of the
+    set, GPUs)."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]
@@ -290,7 +282,7 @@ def _without(free: Sequence[int], taken: Collection[int]) -> list[int]:
 
 
 def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
-    """Moves GPUs from `rest` to `chosen` until `chosen` has k: each time the GPU that adds most to the score, on a tie the lowest index.
+    """Moves GPUs from `rest` to `chosen` until `chosen` has k. Each is the GPU that adds most to the score, on a tie the lowest index.
     Returns how much they add."""
     gains: Sequence[int] = scores[chosen[0]]
     for gpu in chosen[1:]:
@@ -306,7 +298,7 @@ def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
 
 
 def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
-    """The score of a good partition of `rest`: each set is grown from the lowest GPU that is left."""
+    """The score of a good partition of `rest`: each set is grown from the lowest GPU left."""
     score = 0
     while rest:
         size = min(k, len(rest))
@@ -317,8 +309,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Replaces the GPUs of `chosen` that have the fewest free blocks by the free GPUs that have the most, until `chosen` has
-    `blocks_needed`. The caller has checked that some set has them."""
+    """Replaces the GPUs of `chosen` with the fewest free blocks by the free GPUs with the most, until `chosen` has `blocks_needed`. The
+    caller has checked that some set has them."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

@@ -1,8 +1,7 @@
 """Reads a topology from the text that `nvidia-smi topo -m` prints.
 
-A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL` where both are known.
-nvidia-smi prints `NVn` instead of the PCIe level, so a plain `NVn` counts as SYS. SOC is the old spelling of SYS; N/A (the driver does not
-know the level) also counts as SYS, the farthest one. Columns of NICs are read, but they are no GPUs.
+A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL`. A plain `NVn`, SOC (the old
+spelling) and N/A (not known) count as SYS, the farthest level. Columns of NICs are read, too.
 """
 
 import re
@@ -22,20 +21,20 @@ _ALLOWED: Final = "X (itself), SYS, NODE, PHB, PXB, PIX, PSB, SOC, N/A, NVn or N
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU_NAME: Final = re.compile(r"GPU([0-9]+)")
 _AFFINITY: Final = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
-# nvidia-smi separates cells by tabs, but some versions print no tab after a name or a cell that fills its column: GPU0GPU1, NODENODE.
+# Some versions of nvidia-smi print no tab after a name or a cell that fills its column: GPU0GPU1, NODENODE.
 _GLUED_NAMES: Final = re.compile(r"(?:GPU|NIC)[0-9]+|mlx[0-9]+_(?:bond_?)?[0-9]+")
 _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """A network card's column: `nearest` holds the GPU indices at its closest level (empty: not reported)."""
+    """A network card. `nearest`: the indices of the GPUs at its closest level (empty: not reported)."""
 
     name: str
     nearest: tuple[int, ...]
 
 
 class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read. `labels` and `numa_affinity` have one entry for each GPU. A NUMA node is None if none or several are reported."""
+    """`labels` and `numa_affinity` have one entry for each GPU. A NUMA node is None if none or several are reported."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -45,10 +44,8 @@ class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def parse_topology(text: str) -> ParsedTopology:
-    """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored.
-
-    Raises InputError with the line, the column and what is allowed there.
-    """
+    """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored. Raises InputError with the
+    line, the column and what is allowed there."""
     lines = [(number, _ANSI.sub("", line).strip()) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), start=1)]
     start = next((position for position, (_, line) in enumerate(lines) if _GPU_NAME.match(line)), None)
     if start is None:
@@ -65,7 +62,7 @@ def parse_topology(text: str) -> ParsedTopology:
 
 
 def read_cell(cell: str, where: str, itself: bool = False) -> Link:
-    """Reads the cell of two GPUs, or of a GPU with itself. Raises InputError with a message that begins with `where`."""
+    """Reads the cell of two GPUs, or of a GPU with itself. Raises InputError; the message begins with `where`."""
     if itself:
         if cell not in ("X", "x"):
             raise InputError(f"{where}: {cell!r} on the diagonal, expected X")
@@ -109,7 +106,7 @@ def _read_header(number: int, line: str) -> _Header:
 
 
 def _gpu_lines(header: _Header, lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The lines of the GPU rows, one for each column, in the columns' order."""
+    """The lines of the GPU rows, in the columns' order."""
     filled = [(number, line) for number, line in lines if line]
     count = len(header.gpus)
     for gpu, (number, line) in zip(header.gpus, filled, strict=False):
@@ -139,7 +136,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # If a value is missing, the columns of the other values are not known: the CPU affinity is blank in some containers.
+    # If a value is missing, the columns of the others are not known: some containers have no CPU affinity.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,
@@ -156,7 +153,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """The words of `text`. A word that consists of several matches of `pattern` is split into them."""
+    """The words of `text`; a word that consists of several matches of `pattern` is split."""
     words: list[str] = []
     for word in text.split():
         parts = pattern.findall(word)

@@ -1,4 +1,4 @@
-"""Where a MIG device for a request can be created on a GPU, and with which profile. Pure.
+"""Where on a GPU a MIG device can be created, and with which profile. Pure.
 
 Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. Beyond HAMi, a request for cores gets a
 profile with that part of the compute.
@@ -14,7 +14,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.devices import MigProfile
 from gpumgr.placement.requests import ReplicaRequest
 
-#: Devices of these profiles are created at the last free place, so that larger devices still fit before it.
+#: These devices are created at the last free place, so that larger devices still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
@@ -31,27 +31,25 @@ class MigPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
-    """What the MIG device takes of a GPU that has these profiles. Cores are rounded down, so that the devices of a full GPU together do not
-    exceed the GPU."""
+    """What the MIG device takes of a GPU with these profiles. Cores are rounded down, so that a full GPU's devices do not exceed it."""
     most = max(profile.slices for profile in profiles)
     return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
 
 
 def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
-    """The best place of the smallest profile that satisfies each request and has a free place; None: there is none. `taken`: memory slices
-    as bits."""
+    """The best free place of the smallest profile that satisfies all requests; None: there is none. `taken`: memory slices as bits."""
     return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
 
 
 def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaRequest) -> bool:
-    """Whether a MIG device with these amounts satisfies each of the requests."""
+    """Whether a MIG device with these amounts satisfies all requests."""
     place = place_at(profiles, amounts)
     return place is not None and place.profile in _fitting(profiles, *requests)
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
-    """The place with this memory and these memory slices, of the profile with the nearest compute (schedulers round it differently); None:
-    the GPU has no such place."""
+    """The place with this memory and these memory slices; None: there is none. Among several profiles the nearest compute decides, because
+    schedulers round it differently."""
     wanted = amounts.memory_mebibytes, amounts.slices
     places = (place for profile in profiles for place in _places(profile, 0))
     found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
@@ -59,7 +57,7 @@ def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | Non
 
 
 def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
-    """The place of this profile that begins at this memory slice; None: the GPU has no such place."""
+    """The place of this profile that begins at memory slice `start`; None: there is none."""
     named = (place for profile in profiles if profile.name == name for place in _places(profile, 0))
     return next((place for place in named if place.start == start), None)
 
@@ -70,18 +68,17 @@ def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
 
 
 def without_places(profile: MigProfile, taken: int) -> MigProfile:
-    """The profile without the places that touch these memory slices."""
+    """The profile without the places that touch the `taken` memory slices."""
     return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
 
 
 def most_devices(profiles: Sequence[MigProfile]) -> int:
-    """How many MIG devices the GPU can have at most."""
     return max((len(profile.starts) for profile in profiles), default=0)
 
 
 def _fitting(profiles: Sequence[MigProfile], *requests: ReplicaRequest) -> Iterator[MigProfile]:
-    """The profiles that fit, the smallest first. A percentage of memory is counted in memory slices, since all MIG devices together have
-    less memory than the GPU."""
+    """The profiles that fit, the smallest first. A percentage of memory is counted in slices, because all MIG devices together have less
+    memory than the GPU."""
     most_slices = max((profile.slices for profile in profiles), default=0)
     most_size = max((profile.size for profile in profiles), default=0)
 

@@ -10,8 +10,7 @@ import msgspec
 from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, Resource
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest
 
-#: (namespace, name). Names recur (StatefulSets): two pods with one name, one after the other, are two "incarnations". The UID distinguishes
-#: them, if it is known.
+#: (namespace, name). Names recur (StatefulSets); only the UID distinguishes two pods with one name, one after the other.
 PodKey = tuple[str, str]
 
 #: UUID of a GPU, and what a container gets of it.
@@ -38,8 +37,8 @@ class PodSandbox(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas` (HAMi's resources), or a number of MIG devices
-    (`instances`). `priority`: a lower number has precedence."""
+    """One container's request: `cores` in 1/100 GPU, `memory_blocks` of 256 MiB, `replicas` (HAMi's resources) or `instances` (MIG
+    devices). `priority`: a lower number has precedence."""
 
     name: str
     kind: ContainerKind = "app"
@@ -60,13 +59,11 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether it requests whole GPUs."""
         return self.cores >= CORES_PER_GPU or (self.replicas is not None and self.replicas.whole)
 
 
 class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of a ResourceClaim by a container. The claim is in the pod's namespace. `request`: the main request that the container names;
-    None: all requests."""
+    """A container's use of a ResourceClaim of its namespace. `request`: the main request that the container names; None: all requests."""
 
     container: str
     claim: str
@@ -78,8 +75,8 @@ class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the annotation `gpumgr.io/resize` demands for a container, on each of its GPUs. `cores` or `memory_mebibytes` None: what the
-    container requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
+    """The annotation `gpumgr.io/resize` for one container, on each of its GPUs. `cores` or `memory_mebibytes` None: what the container
+    requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
 
     cores: int | None = None
     memory_mebibytes: int | None = None
@@ -94,21 +91,18 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
     """One pod of this node. `containers` are in the order in which the kubelet allocates: init containers and sidecars, then app
     containers.
 
-    `created_at` is in unix seconds; `phase`, `reason` and `message` are from the pod's status (a kubelet that refuses a pod sets them).
-    `controlled`: the pod has a controller, which replaces it when it fails. `deleted`: the pod is being deleted, though its containers may
-    still run. `ends_at`: when its grace period then ends, by the API server's clock, in unix seconds; `grace_seconds`: the length of that
-    period. `core_limit` is the annotation `tencent.com/vcuda-core-limit`, in percent, 100 at most. `memory_limits` is the annotation
-    `gpumgr.io/memory-limit`: containers and MiB; `memory_limits_ignored`: why that is not used. `resizes`: the annotation
-    `gpumgr.io/resize`. `suspend` and `suspend_when_idle_seconds` are the annotations `gpumgr.io/suspend` and `gpumgr.io/suspend-when-idle`
-    (0.0: never); `suspend_ignored`: why one of them is not used. `runtime_uid` is the UID of a static pod in the kubelet and the runtime; a
-    static pod's `uid` is the UID of its mirror pod. `submitter` (SUBMITTER in the environment of the first app container) and `cluster`
-    (the annotation `clusterName`) are only shown in gpu-manager's /usage.
+    From the status: `phase`, `reason`, `message` (a kubelet that refuses a pod sets them), and `started`: a container runs or has run, so
+    the kubelet has prepared the pod's claims. `deleted`: the pod is being deleted, but its containers may still run until `ends_at` (unix
+    seconds, by the API server's clock). `controlled`: a controller replaces the pod when it fails. `runtime_uid`: the UID of a static pod
+    in the kubelet and the runtime; its `uid` is the mirror pod's.
 
-    `placed`: container -> its GPUs, if the scheduler chose them for this node (annotation gpumgr.io/placement); empty if the agent chooses.
-    `placement_ignored`: why that annotation is not used. `claims`: which containers use which ResourceClaims. `bound_by_hami`: HAMi's
-    scheduler bound it to this node, and waits until its containers have their devices. `started`: one of its containers runs or has run, so
-    the kubelet has prepared its claims. `constraints`: which GPUs its annotations demand; `unreadable`: why the annotations can't be read,
-    so that it gets no GPU.
+    From annotations: `core_limit` (`tencent.com/vcuda-core-limit`) in percent, 100 at most; `memory_limits` (`gpumgr.io/memory-limit`):
+    containers and MiB; `suspend_when_idle_seconds`: 0.0 = never; `placed` (`gpumgr.io/placement`): container -> its GPUs, if the scheduler
+    chose them for this node; `constraints`: the GPUs that the pod demands. A field that ends in `_ignored` says why the annotation is not
+    used. `unreadable`: why the annotations can't be read, so that the pod gets no GPU.
+
+    `bound_by_hami`: HAMi's scheduler bound the pod to this node, and waits until its containers have their devices. `submitter` (SUBMITTER
+    in the environment of the first app container) and `cluster` (annotation `clusterName`) are only shown in gpu-manager's /usage.
     """
 
     namespace: str
@@ -148,7 +142,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def account(self) -> str:
-        """The pod's service account as "namespace/name"."""
+        """As "namespace/name"."""
         return f"{self.namespace}/{self.service_account or 'default'}"
 
     @property
@@ -173,11 +167,11 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The kubelet's response to PodResources `List`: the pods that it counts as active, in their order, and the ids of their containers.
-    Kubelets before 1.34 also list ended and refused pods, without ids, until they are deleted.
+    """The kubelet's response to PodResources `List`: its active pods in their order, and the ids of their containers. Sidecars are listed,
+    ordinary init containers are not. Kubelets before 1.34 also list ended and refused pods, without ids, until they are deleted.
 
-    Sidecars are listed, ordinary init containers are not. The response has every id of the node (100 kB and more), but a decision needs the
-    ids of one or two pods only. So names are decoded at once, and the rest on demand.
+    The response has every id of the node (100 kB and more), but a decision needs the ids of one or two pods. So only the names are decoded
+    at once.
     """
 
     def __init__(
@@ -186,7 +180,7 @@ class Listing:
         read: Callable[[PodKey], Containers],
         read_claims: Callable[[], Collection[ClaimKey]] = frozenset,
     ) -> None:
-        """`read` is called at most once for each pod, and only for pods that `pods` names; `read_claims` at most once."""
+        """Calls `read` at most once for each of `pods`, and `read_claims` at most once."""
         self.pods: tuple[PodKey, ...] = tuple(pods)
         self._read, self._read_claims = read, read_claims
         self._known: dict[PodKey, Containers] = {}
@@ -200,10 +194,7 @@ class Listing:
         return pod in self.pods
 
     def containers(self, pod: PodKey) -> Containers:
-        """All containers of `pod` that the kubelet lists, also containers without devices.
-
-        Raises KeyError if the pod is not listed.
-        """
+        """All containers of `pod` that the kubelet lists, even without devices. Raises KeyError if the pod is not listed."""
         if pod not in self._known:
             if pod not in self.pods:
                 raise KeyError(pod)

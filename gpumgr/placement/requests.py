@@ -1,7 +1,6 @@
-"""What a container requests, and what must be free for it: chains of containers that use the same GPUs, GPUs by HAMi's resources, and the
-constraints of a pod on its GPUs. Pure.
+"""What a container requests, and what must be free for it: chains, HAMi's resources, and a pod's constraints on its GPUs. Pure.
 
-A chain: the kubelet passes an init container's ids on to later containers, so these must use the same GPUs.
+A chain is an init container and the later containers that get its ids from the kubelet, so they must use the same GPUs.
 """
 
 from collections.abc import Iterable
@@ -14,8 +13,8 @@ from msgspec.structs import replace
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: "init": ends before the next container starts, and its ids are passed on to later containers; "sidecar": an init container with
-#: restartPolicy Always, which keeps running; "app": a container in spec.containers.
+#: "init": ends before the next container starts, and later containers get its ids. "sidecar": an init container with restartPolicy Always,
+#: which keeps running. "app": a container in spec.containers.
 ContainerKind = Literal["init", "sidecar", "app"]
 
 
@@ -31,8 +30,8 @@ class ContainerNeeds(Protocol):
 
 
 class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be free on the GPUs of a chain's first container. A chain is an init container and the later containers that get its ids
-    from the kubelet. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is the largest request of one container."""
+    """What must be free on the GPUs of a chain's first container. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is
+    the largest request of one container."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -40,17 +39,17 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whole_gpus(self) -> int:
-        """How many entirely free GPUs the containers need in total; 0: they share one GPU."""
+        """How many entirely free GPUs the chain needs; 0: its containers share one GPU."""
         return -(-self.cores // CORES_PER_GPU) if self.most_cores >= CORES_PER_GPU else 0
 
     @property
     def cores_to_place(self) -> int:
-        """The cores that an evaluator places: all cores of the chain on one GPU; or, for whole GPUs, the cores of the largest container,
-        since the chain's further GPUs may be any that are entirely free."""
+        """The cores that an evaluator places: all cores of a chain on one GPU, but for whole GPUs only the cores of the largest container.
+        The chain's further GPUs may be any that are entirely free."""
         return self.most_cores if self.whole_gpus else self.cores
 
     def check(self, container: str = "an init container") -> None:
-        """Raises Refusal if the containers share a GPU, and need more than a GPU has. `container`: the first one, in the message."""
+        """Raises Refusal if the containers share a GPU, and need more than it has. `container`: the first one, for the message."""
         if self.cores_to_place > CORES_PER_GPU and not self.whole_gpus:
             raise Refusal(
                 "invalid_request",
@@ -62,9 +61,8 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
     """The needs of the first of `containers`, and of later containers that must use the same GPUs.
 
-    The kubelet gives an init container's ids to the containers after it before it takes new ids; ids that a sidecar or an app container
-    takes leave this pool (devicemanager: devicesToReuse). If a container gets such ids of one resource, it must take both resources
-    from their GPU.
+    The kubelet gives an init container's ids to later containers before it takes new ids. Ids that a sidecar or an app container takes
+    leave this pool (devicemanager: devicesToReuse). A container that gets such ids of one resource must take both resources from their GPU.
     """
     all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
     for position, container in enumerate(containers):
@@ -89,19 +87,17 @@ _MOST_MEBIBYTES: Final = 2**31 - 1
 
 _ALL_PERCENT: Final = 100
 
-#: (memory factor, core factor), for oversubscription: requests of HAMi's resources are counted as if a GPU had so many times its memory and
-#: cores.
+#: (memory factor, core factor), for oversubscription: a GPU counts as if it had so many times its memory and cores.
 Scaling = tuple[float, float]
 
 
 class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as in HAMi: `count` GPUs, and the same amounts of each. `cores` 0: no limit of cores.
+    """A request as in HAMi: `count` GPUs, and the same amounts of each. `cores` 0: no limit of cores. `memory_mebibytes` None:
+    `memory_percent` of the GPU's memory. A GPU is charged with the memory divided by `memory_scaling`, and the cores divided by
+    `core_scaling`.
 
-    `memory_mebibytes` None: `memory_percent` of the GPU's memory. A GPU is charged with the memory that the container may use divided by
-    `memory_scaling`, and with the cores divided by `core_scaling`.
-
-    `memory_on`: UUID -> the MiB that another scheduler has granted for this percentage on that GPU; it may have taken the percentage of the
-    free memory. These MiB are the container's limit.
+    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler has chosen it. It may have taken the percentage of
+    the free memory.
     """
 
     count: int
@@ -132,18 +128,18 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
-        """The request on a GPU with these factors; None: with the request's own factors."""
+        """The request with these factors; None: with its own."""
         return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
 
     def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the request takes of a GPU with `gpu_mebibytes`; all of a GPU that is granted whole."""
+        """What the request takes of a GPU with `gpu_mebibytes`."""
         limit = self.limit(gpu_mebibytes, uuid)
         if limit.whole:
             return limit
         return Amounts(ceil(limit.cores / self.core_scaling), ceil(limit.memory_mebibytes / self.memory_scaling))
 
     def limit(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the container may use of the GPU. A request for all memory of a GPU without reported memory (0) gets the whole GPU."""
+        """What the container may use of the GPU. A request for all memory gets the whole GPU if the GPU's memory is not reported (0)."""
         all_memory = self.memory_mebibytes is None and self.memory_percent >= _ALL_PERCENT
         if self.whole or (all_memory and not gpu_mebibytes):
             return Amounts(CORES_PER_GPU, gpu_mebibytes)
@@ -157,12 +153,12 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
 # -- constraints ------------------------------------------------------------------------------------------------------------
 
 _MAX_CHARACTERS: Final = 64
-#: HAMi's modes of a GPU: it is shared, or containers get MIG devices of it.
+#: HAMi's modes of a GPU: shared, or containers get MIG devices of it.
 MODES: Final = ("hami-core", "mig")
 
 
 def device_type(model: str | None) -> str:
-    """HAMi's type of a GPU of this model."""
+    """HAMi's name for a GPU of this model."""
     return model if model and model.startswith("NVIDIA") else f"NVIDIA-{model or 'GPU'}"
 
 
@@ -170,12 +166,11 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
     """What a pod demands of its GPUs besides amounts. The scheduler applies it when it chooses GPUs, the agent before a container gets
     them.
 
-    A GPU matches a text in `use_models` or `avoid_models` if the text is, without regard to case, a part of the GPU's model as HAMi
-    registers the model: with "NVIDIA-" before it, unless it begins with "NVIDIA". UUIDs are exact. If `use_models` or `use_uuids` is empty,
-    any model or UUID is allowed. `same_numa_node` concerns each container with several GPUs. `unused`: only GPUs without containers.
-    `modes`: some of MODES; None: any.
+    A text in `use_models` or `avoid_models` matches each model that contains it, without regard to case. As in HAMi, "NVIDIA-" is put
+    before a model that does not begin with "NVIDIA". UUIDs are exact. Empty `use_models` or `use_uuids`: any. `same_numa_node` concerns
+    each container with several GPUs. `unused`: only GPUs without containers. `modes`: some of MODES; None: any.
 
-    A GPU without a known model satisfies no constraint on models, and a GPU without a known UUID satisfies none on UUIDs.
+    A GPU without a known model or UUID satisfies no constraint on it.
     """
 
     use_models: tuple[str, ...] = ()
@@ -188,18 +183,17 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_single_gpus(self) -> bool:
-        """Whether a GPU's properties (model, UUID, mode) decide if it satisfies the constraints."""
+        """Whether there is a constraint on the model, UUID or mode of a GPU."""
         return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.modes is not None)
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """All UUIDs in the constraints. Because of them, nodes with otherwise equal GPUs can differ."""
+        """All UUIDs in the constraints. Because of them, nodes with equal GPUs can differ."""
         return self.use_uuids + self.avoid_uuids
 
     @property
     def text(self) -> str:
-        """The text after "GPU" in a message, for example " of model A100 and not of UUID GPU-1"; empty without constraints on single
-        GPUs."""
+        """The text after "GPU" in a message, for example " of model A100 and not of UUID GPU-1"; can be empty."""
         parts = [
             f"{negation}of {each}"
             for negation, models, uuids in (("", self.use_models, self.use_uuids), ("not ", self.avoid_models, self.avoid_uuids))
@@ -215,8 +209,8 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
-        """Whether a GPU satisfies the constraints on modes, models and UUIDs. `uuid` and `model` are empty if they are not known. `mig`:
-        containers get MIG devices of the GPU."""
+        """Whether a GPU satisfies the constraints on modes, models and UUIDs. `uuid` and `model` are empty if not known. `mig`: containers
+        get MIG devices of the GPU."""
         if self.modes is not None and MODES[mig] not in self.modes:
             return False
         if self.use_models or self.avoid_models:

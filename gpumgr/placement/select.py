@@ -1,11 +1,10 @@
-"""Selects the evaluator of a request, and words the refusal of a request that fits nowhere.
+"""Selects the evaluator of a request, and words the refusal of a request that fits nowhere. Pure.
 
-More than 100 cores (a multiple of 100): link, several whole GPUs with the best connection. Exactly 100: fragment, one whole GPU of the
-group that is nearly used up. 1 to 99: share, a part of one GPU. Every function is pure and breaks every tie, so the same request has the
-same answer on the node and in a scheduler.
+An evaluator chooses GPUs. share (1 to 99 cores): a part of one GPU. fragment (100): one whole GPU of the group that is nearly used up. link
+(200, 300, ...): several whole GPUs with the best connection. Each breaks every tie, so the agent and the scheduler choose the same.
 
-share has two policies. binpack: among the GPUs with enough free cores and memory, the one with the fewest free cores, then the fewest free
-memory blocks, then the lowest index. spread: the most free cores, then the most free blocks, then the lowest index.
+share has two policies. binpack takes the GPU with the fewest free cores, then the fewest free memory blocks, then the lowest index. spread
+takes the most free cores, then the most free blocks, then the lowest index.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,11 +27,9 @@ _LISTED_GPUS: Final = 16
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's free capacity for one request.
-
-    `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are free. A GPU with `healthy` False can't be
-    chosen; `note` has the reason ("XID 79", "MIG enabled"). `label` is its name in refusals, GPU<index> by default.
-    """
+    """One GPU's free capacity for one request. `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are
+    free. A GPU with `healthy` False can't be chosen; `note` has the reason ("XID 79", "MIG enabled"). `label`: its name in refusals,
+    GPU<index> by default."""
 
     index: int
     cores_free: int
@@ -48,8 +45,7 @@ class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs chosen for a request. `gpus` are ascending indices, `score` is the score of the set (link only), `why` a short sentence
-    for the log."""
+    """`gpus` are ascending indices, `score` is the score of the set (link only), `why` a short sentence for the log."""
 
     evaluator: Evaluator
     gpus: tuple[int, ...]
@@ -58,7 +54,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluator_for(cores: int) -> Evaluator | None:
-    """The evaluator of a request for this many cores; None for no cores."""
     if cores < 1:
         return None
     return "share" if cores < CORES_PER_GPU else "fragment" if cores == CORES_PER_GPU else "link"
@@ -93,12 +88,12 @@ def place(
     policy: Policy = "binpack",
     required: Collection[int] = (),
 ) -> Placement:
-    """Chooses GPUs of `gpus` for one container; `policy` concerns share only.
+    """Chooses GPUs of `gpus` for one container. `required`: indices that the choice must contain. Whole GPUs together must have
+    `memory_blocks`. For a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` concerns
+    share only.
 
-    `required`: indices that the answer must contain; the choice is the best answer that contains them. If whole GPUs are requested with
-    memory, the GPUs together must have that memory. `memory_blocks` 0 for a share: not known yet, since the kubelet asks for cores and
-    memory in two calls. Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit".
-    The message lists what is free on each GPU.
+    Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit". The message lists what
+    is free on each GPU.
     """
     _check_cores(cores)
     placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
@@ -117,8 +112,7 @@ def find(
     policy: Policy = "binpack",
     required: Collection[int] = (),
 ) -> Placement | None:
-    """The choice of `place`, or None if the request fits nowhere: for callers that try many nodes and need no message. `cores` must be
-    valid."""
+    """The choice of `place`, or None if the request fits nowhere. `cores` must be valid."""
     healthy, pinned = [gpu for gpu in gpus if gpu.healthy], frozenset(required)
     if cores < CORES_PER_GPU:
         return _share(healthy, cores, memory_blocks, policy, pinned)

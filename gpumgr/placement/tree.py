@@ -1,7 +1,7 @@
-"""Builds the topology tree: groups of GPUs, for each PCIe level. Renders the tree and the matrix as text and as plain data.
+"""The topology tree: groups of GPUs for each PCIe level. Also renders the tree and the matrix as text and as plain data.
 
-A group at level L is a connected component of "joined by L or closer". A group always has several children, so its name is the closest
-level that joins its GPUs. ROOT always exists, even above one group. NVLink affects scores, but not this tree.
+A group at level L is a connected component of "joined by L or closer". It always has several children, so its name is the closest level
+that joins its GPUs. ROOT always exists, even above one group. NVLinks do not affect the tree.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,8 @@ from gpumgr.placement.matrix import cell_text
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs that are joined at `level` or closer (None: the root). A child is a smaller group, or the index of a GPU.
-
-    `mask` has a bit set for each GPU index in the group. Children are in the order of their lowest index.
-    """
+    """GPUs that are joined at `level` or closer (None: the root). `mask` has a bit for each GPU index. Children (smaller groups or GPU
+    indices) are in the order of their lowest index."""
 
     level: Level | None
     mask: int
@@ -31,7 +29,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def build_tree(topology: Topology) -> Group:
-    """The tree over all GPUs of `topology`. Without GPUs: a root without children."""
     nodes: list[Group | int] = list(range(len(topology)))
     for level in sorted(Level, reverse=True):
         nodes = [_joined(level, family) for family in _families(topology, nodes, level)]
@@ -48,7 +45,7 @@ def groups_smallest_first(root: Group) -> tuple[Group, ...]:
 
 
 def enclosing_group(root: Group, mask: int) -> Group:
-    """The smallest group with every GPU of `mask`; the root if no smaller group has them all."""
+    """The smallest group with every GPU of `mask`."""
     for child in root.children:
         if isinstance(child, Group) and child.mask & mask == mask:
             return enclosing_group(child, mask)
@@ -56,10 +53,10 @@ def enclosing_group(root: Group, mask: int) -> Group:
 
 
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
-    """The GPU of `eligible` that the fragment rule chooses; both arguments are masks, and `eligible` is a part of `free`.
+    """The GPU that the fragment rule chooses; None: no GPU is eligible. Both arguments are masks, and `eligible` is a part of `free`.
 
-    The search begins at the root. In each group it goes to the child with the fewest free GPUs among the children with an eligible GPU; a
-    single GPU counts as a child with one GPU. Among equal children the one with the lowest free index is taken. None: no GPU is eligible.
+    The search begins at the root. It always goes to the child with the fewest free GPUs among the children with an eligible GPU, on a tie
+    to the lowest free index. A single GPU counts as a child with one GPU.
     """
     node: Group | int = root
     while isinstance(node, Group):
@@ -80,8 +77,8 @@ def fragment_order(root: Group) -> dict[int, int]:
 
 
 def access_costs(root: Group) -> dict[int, int]:
-    """Each GPU's access cost: the rank, from 1, of its parent group. Groups are ranked in the order in which the fragment rule uses them up
-    on an empty node. Groups that are used up by the same GPU (one group inside the other) share a rank."""
+    """GPU -> its access cost: the rank, from 1, of its parent group. The group that the fragment rule uses up first on an empty node has
+    rank 1. Groups that the same GPU uses up (one inside the other) share a rank."""
     parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
     turns = fragment_order(root)
     used_up = [max(turns[gpu] for gpu in indices(group.mask)) for group in parents]
@@ -93,7 +90,7 @@ def access_costs(root: Group) -> dict[int, int]:
 
 
 def indices(mask: int) -> tuple[int, ...]:
-    """The indices of the bits that are set, ascending."""
+    """The indices of the set bits, ascending."""
     found = []
     while mask:
         low = mask & -mask
@@ -103,12 +100,11 @@ def indices(mask: int) -> tuple[int, ...]:
 
 
 def mask_of(gpus: tuple[int, ...]) -> int:
-    """The mask that has exactly the bits of `gpus` set."""
     return sum(1 << gpu for gpu in set(gpus))
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """The nodes, grouped into families: two nodes are in one family if pairs of GPUs at `level` or closer connect them."""
+    """The nodes in families: pairs of GPUs at `level` or closer connect the nodes of a family."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
@@ -143,14 +139,14 @@ def _union(nodes: list[Group | int]) -> int:
 
 
 def _fewest_first(mask: int) -> tuple[int, int]:
-    """The number of GPUs in the mask and its lowest bit, as a sort key: fewest GPUs first, then the lowest index."""
+    """Sort key: fewest GPUs first, then the lowest index."""
     return mask.bit_count(), mask & -mask
 
 
 def render_tree(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> str:
     """The tree with one line for each node, `NAME:free GPUs:access cost` (0 for a group); children are under their group.
 
-    `free` is a mask of entirely free GPUs, None = all of them; `labels` name the GPUs, None = GPU<row>.
+    `free`: mask of entirely free GPUs, None = all; `labels`: the GPUs' names, None = GPU<row>.
     """
     return "\n".join(_lines(tree_data(topology, free, labels), 0))
 
@@ -169,7 +165,7 @@ def matrix_cells(topology: Topology) -> list[list[str]]:
 
 
 def render_matrix(topology: Topology, labels: Sequence[str], numa_nodes: Sequence[int | None] = ()) -> str:
-    """`matrix_cells` in aligned columns, like `nvidia-smi topo -m`; with `numa_nodes` it has a column NUMA Affinity."""
+    """`matrix_cells` in aligned columns, like `nvidia-smi topo -m`; with known `numa_nodes` also a column NUMA Affinity."""
     table = [["", *labels], *([label, *row] for label, row in zip(labels, matrix_cells(topology), strict=True))]
     if any(node is not None for node in numa_nodes):
         column = ["NUMA Affinity", *("N/A" if node is None else str(node) for node in numa_nodes)]
