@@ -1,16 +1,14 @@
-"""Reads a ResourceClaim from the API server when the kubelet prepares it: which devices of this node kube-scheduler allocated, and for
-which pods.
+"""Reads a ResourceClaim from the API server when the kubelet prepares it: the devices that kube-scheduler allocated on this node, and the
+pods.
 
-A GET reads the claim: the kubelet names only the claim, and a watch can't select the claims of one node. The kubelet waits for 45 s, and
-tries a failed claim again only after more than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
+A GET reads the claim, because no watch selects the claims of one node. The kubelet waits for 45 s and retries a failed claim after more
+than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
 
-`WaitingPods` makes the kubelet retry pods that wait for a claim of this driver. A kubelet that could not prepare a pod's claims tries again
-only after 60 to 90 s, unless the pod changes. It fails without a call of the driver in two cases: the driver is not registered, or the API
-server refuses to show it the claim because the authorizer has not processed the binding of the pod yet ("no relationship found between node
-and this object", seen with 40 pods at once). So a pod with a claim that is not prepared some seconds after the pod's binding gets an
-annotation, which changes the pod. This is repeated with growing pauses.
-
-A claim that the ledger holds causes no retry: the kubelet may have the answer, and the pod's image is being pulled.
+The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates each pod with a claim that is not
+prepared some seconds after the pod's binding, again and again with growing pauses. The kubelet fails without a call of the driver if the
+driver is not registered, or if the API server refuses to show it the claim: the authorizer has not processed the pod's binding yet ("no
+relationship found between node and this object", seen with 40 pods at once). Claims in the ledger do not count, because the pod's image may
+just be pulled.
 """
 
 import asyncio
@@ -32,18 +30,17 @@ from gpumgr.placement.pods import TERMINAL_PHASES, ClaimKey, PodKey, PodView
 from gpumgr.settings.schema import BackendName
 
 _MEBIBYTE: Final = 1 << 20
-#: The most claims that are read at a time, each over a connection that stays open.
+#: The most claims that are read at a time; each connection stays open.
 _CONNECTIONS: Final = 8
-#: The timeout of one try; the first and the longest pause between two tries.
+#: The timeout of one try; the first and the longest pause between tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: Statuses from 300 to 499 are final, except these. Statuses outside of this range are transient (200: the answer is not JSON).
+#: Other statuses from 300 to 499 are final. All statuses outside that range are transient (200: the answer is not JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 
 class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The configuration of a DeviceClass for this driver (an "opaque" one in Kubernetes' terms): it selects another mechanism for the
-    shares of its claims."""
+    """The configuration of a DeviceClass for this driver ("opaque" in Kubernetes' terms): another mechanism for the shares."""
 
     api_version: Literal["gpumgr.io/v1"]
     kind: Literal["ShareConfig"]
@@ -51,20 +48,20 @@ class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fi
 
 
 class ClaimReader:
-    """`pool`: the name of the node's pool of devices. Transient faults are retried until the deadline, in monotonic seconds."""
+    """`pool`: the node's pool of devices. Transient faults are retried until the deadline, in monotonic seconds."""
 
     def __init__(self, server: ApiServer, pool: str) -> None:
         self._server, self._pool = server, pool
         self._free = asyncio.Semaphore(_CONNECTIONS)
 
     async def read(self, claim: ClaimRef, *, deadline: float) -> AllocatedClaim:
-        """Reads the claim from the API server. Raises Refusal."""
+        """Raises Refusal."""
         found = await self._find(claim_path(claim.namespace, claim.name), {}, f"claim {claim}", deadline)
         return allocated_claim(claim, self._pool, found)
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. It lists pods, since the agent has
-        the right to list but not to get them."""
+        """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. The agent may list pods, but not
+        get them."""
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
         answer = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline)
         try:
@@ -102,8 +99,8 @@ def claim_path(namespace: str, name: str) -> str:
 
 
 async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
-    """The UID of the present claim of this name ("" if there is none), and its shares of devices in this pool: (device, share id or None).
-    Raises what requests raise, and UNREADABLE for another structure."""
+    """The UID of the present claim of this name ("" if there is none), and its (device, share id or None) in this pool. Raises UNREADABLE,
+    and what requests raise."""
     if (claim := await server.find(claim_path(namespace, name))) is None:
         return "", set()
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
@@ -115,8 +112,8 @@ def _own_results(devices: Mapping[str, Any], pool: str) -> Sequence[Mapping[str,
 
 
 def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
-    """The part of `item`, the claim in the API server (None: there is none), that concerns this node. Raises Refusal if the claim `ref`
-    can't be prepared here."""
+    """What the claim allocates on this node. `item`: the claim in the API server; None if there is none. Raises Refusal if `ref` can't be
+    prepared."""
     try:
         return _decoded(ref, pool, item)
     except _Unusable as error:
@@ -127,11 +124,11 @@ def allocated_claim(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) ->
 
 
 class _Unusable(Exception):
-    """The claim can't be prepared. The text is the end of a sentence that begins with "claim NAMESPACE/NAME"."""
+    """The claim can't be prepared. The text continues a sentence that begins with "claim NAMESPACE/NAME"."""
 
 
 def _decoded(ref: ClaimRef, pool: str, item: Mapping[str, Any] | None) -> AllocatedClaim:
-    """Raises _Unusable, and ValueError, KeyError, TypeError or AttributeError for another structure."""
+    """Raises _Unusable, and UNREADABLE for another structure."""
     if item is None:
         raise _Unusable("no longer exists")
     if item["metadata"]["uid"] != ref.uid:
@@ -180,7 +177,7 @@ def _share(result: Mapping[str, Any]) -> ClaimShare:
 
 
 def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
-    """The mechanism that the DeviceClass names. All requests of a claim must have the same mechanism."""
+    """The mechanism that the DeviceClass names. All requests of a claim must have the same one."""
     found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
     for config in configs:
         opaque = config.get("opaque") or {}
@@ -220,8 +217,8 @@ _POLL_SECONDS: Final = 0.5
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pods`: the pods that are bound to this node. `pool`: the node's pool of devices. `held` returns (namespace,
-    name) of the claims in the ledger. `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pods` returns the pods of this node. `held` returns (namespace, name) of the claims in the ledger. `clock` is
+    monotonic, in seconds."""
 
     def __init__(
         self,
@@ -238,7 +235,7 @@ class WaitingPods:
         self._error = ""
 
     def retry_now(self) -> None:
-        """Call it when the kubelet has registered the driver: every waiting pod becomes due."""
+        """Call it when the kubelet has registered the driver. All waiting pods become due."""
         self._waiting = dict.fromkeys(self._waiting, (self._clock(), _FIRST_SECONDS))
 
     async def run(self) -> NoReturn:
@@ -253,7 +250,7 @@ class WaitingPods:
                 self._error = text
 
     async def step(self) -> None:
-        """Retries the pods that are due. Raises what requests raise."""
+        """Raises what requests raise."""
         held, now, missing = self._held(), self._clock(), dict[str, set[str]]()
         pods = {pod.uid: pod for pod in self._pods() if pod.phase == "Pending" and not pod.started}
         for pod in pods.values():

@@ -1,17 +1,16 @@
-"""Registers the driver with the kubelet, and keeps it registered.
+"""Registers the DRA driver with the kubelet, and keeps it registered.
 
-The kubelet watches a folder for registration sockets, and makes two calls at each: GetInfo returns the path of the DRA socket, the one with
-the driver's services, and NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
+The kubelet watches a folder for registration sockets and makes two calls at each. GetInfo returns the path of the DRA socket, which has the
+driver's services. NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
 pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before the DRA socket is closed.
-2. Sockets that other programs remove or replace are made again; connections and calls continue. Files of other kinds in their place are
-   kept and reported.
-3. Only `stop` removes the sockets. The sockets that a killed process left are removed by the next process, also if its `instance` differs.
+2. Sockets that other programs remove or replace are made again; connections and calls continue. Other files in their place are kept and
+   reported.
+3. Only `stop` removes the sockets. The next process removes the sockets of a killed process, also if its `instance` differs.
 
-The kubelet (1.34 and later, which the ResourceSlices need) keeps a connection to the DRA socket, so the loss of the connection shows that
-the registration has ended.
+The kubelet (1.34 and later) keeps a connection to the DRA socket, so its loss shows that the registration has ended.
 """
 
 import asyncio
@@ -48,12 +47,12 @@ _REFUSED_REMEDY: Final = (
 
 
 class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Intervals of the link, in seconds."""
+    """In seconds."""
 
     poll_seconds: float = 1.0
-    #: How long the kubelet may take to register the driver before the delay is reported. The kubelet looks for new sockets each second.
+    #: How long the kubelet may take to register the driver before this is reported. It looks for new sockets each second.
     patience_seconds: float = 10.0
-    #: How long the kubelet may have no connection to the DRA socket: it may be replacing the connection.
+    #: How long the kubelet may have no connection to the DRA socket, because it may be replacing the connection.
     unconnected_seconds: float = 2.0
 
 
@@ -70,16 +69,13 @@ class DraLink:
         instance: str | None = None,
         timing: LinkTiming | None = None,
     ) -> None:
-        """`plugins_dir` and `registry_dir` are the kubelet's folders, absolute and at the same paths as for the kubelet; the DRA socket is
-        made in the driver's folder of `plugins_dir`. Must be called inside a running event loop.
-
-        `end_streams` ends every streaming call of the services. `instance`: a name that differs between the processes of a rolling update,
-        such as the pod's uid, so that each process has its own sockets.
-        """
+        """Must be called inside a running event loop. `plugins_dir` and `registry_dir`: the kubelet's folders, absolute, at the same paths
+        as for the kubelet. `end_streams` ends all streaming calls of the services. `instance`: a name for each process of a rolling update,
+        such as the pod's UID, so that each process has its own sockets."""
         dra, registration = socket_paths(plugins_dir, registry_dir, instance)
         self._versions = [version for service in services for version in service.versions]
         self._timing = timing or LinkTiming()
-        #: Called after each change of the state. Each registration that the kubelet confirms is such a change.
+        #: Called after each change of the state, which includes each registration that the kubelet confirms.
         self.on_state: Callable[[LinkState], None] = lambda _state: None
         self._dra = UnixServer(dra, services, end_streams)
         self._registration = UnixServer(registration, [self])
@@ -87,9 +83,9 @@ class DraLink:
         self._registrations = 0
         self._problem: str | None = None  # what is wrong with the sockets
         self._refusal: str | None = None  # why the kubelet refuses the driver
-        self._confirmed = False  # Notify reported success for this registration socket
+        self._confirmed = False  # the kubelet reported success for this registration socket
         self._since = 0.0
-        self._connected_at = 0.0  # the last check at which the kubelet had a connection to the DRA socket, or its confirmation
+        self._connected_at = 0.0  # when the kubelet last confirmed, or had a connection to the DRA socket
         self.state = LinkState()
         self._remove_leftovers()
 
@@ -99,12 +95,12 @@ class DraLink:
         return any(path != own and is_served(path) for path in folder.glob(socket_patterns()[1]))
 
     async def run(self) -> None:
-        """Keeps the driver registered until `stop` or cancellation. Cancellation keeps the sockets, and `run` can be called again."""
+        """Keeps the driver registered until `stop` or cancellation, which keeps the sockets. May be called again."""
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
     async def suspend(self) -> None:
-        """Ends `run` and the registration, until `run` is called again."""
+        """Ends `run` and the registration."""
         if self._daemon is not None:
             self._daemon.cancel()
             await asyncio.wait([self._daemon])
@@ -113,13 +109,12 @@ class DraLink:
         self._become(LinkState(registrations=self._registrations))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run` and the registration. Calls in progress get `grace_seconds`; then streams and connections are closed."""
+        """Calls in progress get `grace_seconds`."""
         await self.suspend()
         await self._registration.drain(0)
         await self._dra.drain(grace_seconds)
 
     def __mapping__(self) -> dict[str, Method]:
-        """The Registration service."""
         return {
             _SERVICE + rpc: unary(rpc, answer, _log)
             for rpc, answer in (("GetInfo", self._info), ("NotifyRegistrationStatus", self._notified))
@@ -138,12 +133,11 @@ class DraLink:
             self._registrations += 1
         else:
             self._refusal = f"the kubelet refuses the driver {DRA_DRIVER}: {status.error or 'no reason given'}; {_REFUSED_REMEDY}"
-        # The callback is called later: its error must not become the answer to the kubelet, which would undo the registration.
+        # Called later, because an error of the callback must not become the answer to the kubelet: that would undo the registration.
         asyncio.get_running_loop().call_soon(self._report)
         return b""
 
     async def _keep(self) -> None:
-        """Never returns."""
         self._remove_leftovers()
         while True:
             try:
@@ -156,7 +150,7 @@ class DraLink:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     def _remove_leftovers(self) -> None:
-        """Removes sockets without a listener, since the kubelet would never stop trying to connect to them."""
+        """Removes sockets without a listener, because the kubelet never stops to try them."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in remove_leftovers(server.path.parent, pattern):
                 _log.info("leftover_socket_removed", socket=str(path))
@@ -213,8 +207,7 @@ class DraLink:
 
 
 def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
-    """The paths of the DRA socket and of the registration socket. If the name of the instance makes a path too long, its hash replaces
-    it."""
+    """The paths of the DRA socket and the registration socket. A hash replaces the instance's name if it makes a path too long."""
 
     def paths(suffix: str) -> tuple[Path, Path]:
         return (
@@ -231,19 +224,18 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
 
 
 def socket_patterns() -> tuple[str, str]:
-    """The patterns of the DRA sockets, below the driver's folder, and of the registration sockets of every instance."""
+    """For the DRA sockets (in the driver's folder) and the registration sockets of all instances."""
     return "dra*.sock", f"{DRA_DRIVER}-*reg.sock"
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises KubeletError if the folder does not exist. It is not created here, since a folder that no kubelet watches is of no use."""
+    """Raises KubeletError if the folder does not exist. It is not created, because no kubelet would watch it."""
     if not folder.is_dir():
         raise KubeletError(f"the folder {folder} does not exist; {_FOLDERS_REMEDY}")
 
 
 class DraDriver:
-    """`link.run` serves the kubelet. `plugin.observe` and `link.on_state` are set by the code that decides, before it calls
-    `plugin.decide_with`. `faults`: the health of the devices, for the kubelet."""
+    """Set `plugin.observe` and `link.on_state` before `plugin.decide_with` is called. `faults`: the health of the devices."""
 
     def __init__(self, settings: Settings) -> None:
         """Must be called inside a running event loop."""

@@ -1,11 +1,11 @@
-"""The DRAPlugin service, v1 and v1beta1: passes each claim of the kubelet's calls to NodeClaims, and returns its answers.
+"""The DRAPlugin service, v1 and v1beta1: passes the kubelet's claims to NodeClaims, and returns its answers.
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
-2. A call that has begun is completed even if the kubelet cancels it. The claims of a call are decided at the same time.
+2. A call is completed even if the kubelet cancels it. Its claims are decided at the same time.
 3. Only a malformed request is answered with a gRPC status.
 
-The service DRAResourceHealth, v1 and v1alpha1, streams the health of the devices, which the kubelet shows in the status of pods.
+The service DRAResourceHealth, v1 and v1alpha1, streams the health of the devices to the kubelet, which shows it in the status of pods.
 """
 
 import asyncio
@@ -28,19 +28,18 @@ from gpumgr.enforcement import cdi
 from gpumgr.ledger.claims import device_name
 from gpumgr.ledger.ledger import Allocation, ClaimRef
 
-#: An unchanged list is repeated after this time: the kubelet shows a device as Unknown 30 s after its last update.
+#: An unchanged list is repeated, because the kubelet shows a device as Unknown 30 s after its last update.
 _REPEAT_SECONDS: Final = 10.0
 #: The kubelet truncates longer messages, perhaps inside a character.
 _MESSAGE_BYTES: Final = 1024
 
-#: Maps a device to the reason why it does not work, or to None if it works.
+#: Device -> why it does not work; None if it works.
 Faults = Mapping[str, str | None]
 
 
 class DraHealth:
-    """The service object. `faults` has every device of the driver, in the node's `pool`. Each stream is a reader of `faults`."""
+    """The service object. `faults` has every device of the node's `pool`."""
 
-    #: The services that the registration names.
     versions: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 
     def __init__(
@@ -51,17 +50,15 @@ class DraHealth:
         repeat_seconds: float = _REPEAT_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is Unix time in seconds."""
+        """`clock` returns unix seconds."""
         self._pool, self._faults, self._repeat_seconds, self._clock = pool, faults, repeat_seconds, clock
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires."""
         method = Method(self._watch, Cardinality.UNARY_STREAM, bytes, NodeWatchResourcesResponse)
         return {f"/{version}/NodeWatchResources": method for version in self.versions}
 
     async def _watch(self, stream: Any) -> None:
-        """Sends the whole list at the start, on each change, and when nothing has changed for `repeat_seconds`. When `faults` ends its
-        readers, the kubelet receives a clean end of stream."""
+        """Sends the whole list at the start, on each change, and every `repeat_seconds`. Ends when `faults` ends its readers."""
         await receive(stream)
         with self._faults.subscribe() as watch:
             while True:
@@ -76,7 +73,7 @@ class DraHealth:
 
 
 def health_message(pool: str, faults: Faults, now: float) -> NodeWatchResourcesResponse:
-    """The health of the pool's devices as determined at `now`, Unix time in seconds."""
+    """The health of the pool's devices at `now` (unix seconds)."""
     return NodeWatchResourcesResponse(
         devices=[
             DeviceHealth(
@@ -92,24 +89,22 @@ def health_message(pool: str, faults: Faults, now: float) -> NodeWatchResourcesR
 
 _log = structlog.get_logger(__name__)
 
-#: The time limit of a call. It is less than the 45 s after which the kubelet ends the call without a reason in the pod's events.
+#: The kubelet ends a call after 45 s without a reason in the pod's events, so the agent ends it earlier.
 WAIT_SECONDS: Final = 40.0
 #: A call may take this much longer until the limits are in place.
 START_SECONDS: Final = 3.0
 
-#: Decides about one claim, and returns the encoded response for it.
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]
 
 
 class DraPlugin:
     """The service object of the DRA socket. Calls wait until `decide_with` was called."""
 
-    #: The versions in the registration. The kubelet uses the first one that it knows. The messages are the same, but a kubelet with
-    #: v1beta1 skips the field with the share's id, which it does not know.
+    #: The kubelet uses the first version that it knows. The messages are the same, but with v1beta1 it ignores the share's id.
     versions: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
 
     def __init__(self, pool: str, *, wait_seconds: float = WAIT_SECONDS) -> None:
-        """Must be called inside a running event loop. `pool`: the name of the node's pool of devices."""
+        """Must be called inside a running event loop. `pool`: the node's pool of devices."""
         self._pool, self._wait_seconds = pool, wait_seconds
         self._claims: asyncio.Future[NodeClaims] = asyncio.get_running_loop().create_future()
         #: Why the agent can't decide yet.
@@ -118,11 +113,10 @@ class DraPlugin:
         self.observe: Observe = lambda *_: None
 
     def decide_with(self, claims: NodeClaims) -> None:
-        """Lets `claims` decide from now on. Waiting calls continue."""
         self._claims.set_result(claims)
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires. Messages stay bytes: this module decodes requests itself."""
+        """The form that grpclib requires. Messages stay bytes, because this module decodes requests itself."""
         methods = {}
         for version in self.versions:
             service = f"/k8s.io.kubelet.pkg.apis.dra.{version}/"
@@ -138,15 +132,14 @@ class DraPlugin:
         self, rpc: str, decide: _Decision, response: type[v1.NodePrepareResourceResponse | v1.NodeUnprepareResourceResponse]
     ) -> Callable[[Any], Awaitable[None]]:
         async def answer(claim: ClaimRef) -> tuple[str, bytes]:
-            """The outcome and the response for one claim."""
             try:
                 return "ok", await decide(claim)
             except Refusal as refusal:
                 outcome, text = str(refusal.code), str(refusal)
-            except Exception as error:  # a bug in one claim's decision must not fail other claims; the error is logged only here
+            except Exception as error:  # a bug in one claim's decision must not fail other claims; only this line logs it
                 _log.exception("claim_failed", rpc=rpc, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
                 outcome, text = "internal", failed_inside(rpc, error)
-            # To the kubelet an empty error means success, and an error that is not UTF-8 would fail the whole call.
+            # The kubelet takes an empty error as success. An error that is not UTF-8 would fail the whole call.
             return outcome, bytes(response(error=text.encode(errors="replace").decode() or "no reason given"))
 
         async def answer_all(claims: Sequence[ClaimRef]) -> list[tuple[str, bytes]]:
@@ -189,7 +182,7 @@ class DraPlugin:
 
 
 def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
-    """The devices of a claim's allocations, as the kubelet expects them."""
+    """The devices of a claim's allocations, in the kubelet's form."""
     return [
         v1.Device(
             request_names=[claim.request],
@@ -205,7 +198,7 @@ def devices_of(prepared: Sequence[Allocation], pool: str) -> list[v1.Device]:
 
 
 def decode_claims(request: bytes) -> list[ClaimRef]:
-    """Node{Prepare,Unprepare}ResourcesRequest -> its claims. Raises WireError."""
+    """The claims of a Node{Prepare,Unprepare}ResourcesRequest. Raises WireError."""
     return [_claim(request, start, end) for number, start, end in wire.spans(request, 0, len(request)) if number == 1]
 
 

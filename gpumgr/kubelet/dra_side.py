@@ -1,5 +1,7 @@
-"""The parts of an agent in mode dra that replace the device plugins: ResourceClaims, the registration of the driver, and the node's
-ResourceSlice. After a change to mode plugin the agent deletes the slice, and keeps claims that hold GPUs until they end."""
+"""The parts of an agent that replace the device plugins in mode dra: claims, the driver's registration, and the node's ResourceSlice.
+
+After a change to mode plugin the agent deletes the slice, and keeps claims that hold GPUs until they end.
+"""
 
 import asyncio
 import time
@@ -37,16 +39,15 @@ from gpumgr.settings.profile import had_mode_dra
 
 log = structlog.get_logger(__name__)
 
-#: How long calls are still served after the slice is deleted, for pods that are already bound.
+#: How long calls are still served after the slice is deleted, because some pods are already bound.
 AFTER_WITHDRAWAL_SECONDS: Final = 1.0
-#: In mode plugin: the time limit of a try to delete the slice; the first and the longest pause between two tries.
+#: In mode plugin: the time limit of a try to delete the slice; the first and the longest pause between tries.
 WITHDRAWAL_SECONDS: Final = 5.0
 WITHDRAWAL_PAUSES: Final = (1.0, 600.0)
 CDI_CHECK_SECONDS: Final = 1.0
 RECLAIM_SECONDS: Final = 30.0
 #: The pause between two tries to adopt claims, and the longest wait for the first check of the pods.
 ADOPT_SECONDS: Final = 2.0
-#: Why no claim is prepared in mode plugin.
 _CLOSED: Final = "node.mode of this node is plugin, so it serves no new claims: delete the pod, so that it is scheduled again"
 _LOST: Final = "the ledger was lost, and which GPUs the node's pods have is not known yet"
 UNHEALTHY_TAINT: Final = f"{DRA_DRIVER}/unhealthy"
@@ -54,7 +55,7 @@ CORDONED_TAINT: Final = f"{DRA_DRIVER}/cordoned"
 
 
 class ClaimParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of the agent that decide what claims get and how their containers start."""
+    """The parts of the agent that decide about claims and start their containers."""
 
     agent_state: AgentState
     starts: ContainerStarts
@@ -64,8 +65,8 @@ class ClaimParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraSide:
-    """`run` it as a daemon once the ledger is reconciled (`run_out` in mode plugin); `stop` ends it. `lost`: the ledger was lost. In mode
-    dra `observe` gets the kubelet's calls, and `on_state` is called after each change of the registration."""
+    """Call `run` (in mode plugin `run_out`) once the ledger is reconciled; `stop` ends it. `lost`: the ledger was lost. In mode dra
+    `observe` gets the kubelet's calls, and `on_state` each change of the registration."""
 
     def __init__(
         self,
@@ -106,11 +107,11 @@ class DraSide:
 
     @property
     def states(self) -> Mapping[str, LinkState]:
-        """The state of the registration. Its `error` also says why the driver must not be registered yet."""
+        """The state of the registration. `error` also says why the driver must not be registered yet."""
         return {DRA_DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
-        """The settings take effect at the next decision, and in the slice at once."""
+        """The slice changes at once, decisions from the next one on."""
         self._settings = settings
         self.update()
 
@@ -140,9 +141,9 @@ class DraSide:
             self._serve(group)
 
     async def run_out(self) -> None:
-        """Deletes the slice if the node may have one: most nodes never had a slice, and their agents have no right to delete it. Keeps the
-        prepared claims (after the loss of the ledger, the claims of the node's pods), and serves their Unprepare until none is left:
-        drained pods end only after their Unprepare."""
+        """Deletes the slice if the node may have one; agents of other nodes have no right to do that. Serves the Unprepare of prepared
+        claims until none is left, because drained pods end only after it. If the ledger was lost, it first adopts the claims of the node's
+        pods."""
         async with asyncio.TaskGroup() as group:
             if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
@@ -160,7 +161,6 @@ class DraSide:
             await self.link.stop(AFTER_WITHDRAWAL_SECONDS)
 
     def _serve(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Starts the tasks that serve the kubelet and keep the claims, and returns them."""
         self._driver.plugin.decide_with(self.claims)
         return [
             group.create_task(persistently("cdi_specs", self._keep_specs), name="cdi_specs"),
@@ -175,25 +175,25 @@ class DraSide:
             pause = min(2 * pause, longest)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Withdraws the slice, and ends the registration a second later, since pods that were bound just before would otherwise wait for a
-        minute. If another agent has registered the driver, the slice stays for that agent."""
+        """Withdraws the slice, and ends the registration a second later, because pods that were bound just before would otherwise wait for
+        a minute. If another agent has registered the driver, the slice stays."""
         succeeded = await asyncio.to_thread(self.link.has_other_instance)
-        # Each part is limited, so that a hanging API server or call leaves time for the rest of the agent's stop.
+        # Each part has a limit, so that a hanging API server or call leaves time for the rest.
         part = grace_seconds / 3
         if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Waits until the pods of the device plugin have ended, since claims must not get the GPUs of these pods. Ends the registration for
-        that time; this process may have registered while it waited for another agent."""
+        """Waits until the pods of the device plugin have ended, because claims must not get their GPUs. Ends the registration, which this
+        process may have while it waits for another agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
             await self.link.suspend()
             await asyncio.sleep(2.0)
 
     def _hold(self, reason: str | None) -> None:
-        """Sets why the driver (in mode plugin: the device plugins) must not be registered now; None lifts this."""
+        """Sets why the driver (in mode plugin: the device plugins) must not be registered; None lifts this."""
         if reason is not None:
             if reason != self.held_back and self._settings.node.mode == "dra":
                 log.warning("registration_waits", reason=reason)
@@ -202,14 +202,13 @@ class DraSide:
         self._examined.set()
 
     async def held_back_by(self) -> str | None:
-        """Why the device plugins must not be registered yet. Waits a moment for the first check of the pods."""
+        """Why the device plugins must not be registered yet. Waits at most ADOPT_SECONDS for the first check."""
         if self.held_back is not None:
             await wait_at_most(self._examined, ADOPT_SECONDS)
         return self.held_back
 
     async def _adopt(self) -> None:
-        """After the loss of the ledger: prepares the claims of the node's pods again, and removes LOST_NOTE. The kubelet counts the claims
-        as prepared, so it does not call Prepare for them."""
+        """After the loss of the ledger: prepares the claims of the node's pods again, because the kubelet does not. Removes LOST_NOTE."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
@@ -218,8 +217,7 @@ class DraSide:
             await self._agent_state.save_note(LOST_NOTE, "")
 
     async def _adopt_once(self) -> str | None:
-        """Prepares the claims that are allocated to pods of the node. Returns why a claim's GPUs are not known (the claim can't be read or
-        saved), else None. Claims that are already prepared may be prepared again."""
+        """Prepares the claims of the node's pods. Returns why a claim's GPUs are not known; None if all are known."""
         if not self._pods.synced:
             return "the API server has not listed the pods"
         used = {(pod.namespace, use.claim) for pod in self._pods.all() if not pod.ended for use in pod.claims}
@@ -271,8 +269,8 @@ class DraSide:
             logged = dict(failed)
 
     async def _keep_specs(self) -> None:
-        """Writes CDI specs again that other programs have removed or changed, and all of them if the driver has numbered its GPUs anew:
-        when a container restarts, no Prepare call writes its spec."""
+        """Writes CDI specs again that other programs have removed or changed; all of them if the driver has numbered its GPUs anew. A
+        restart of a container causes no Prepare."""
         minors = self._minors()
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)
@@ -293,7 +291,7 @@ class DraSide:
 def gpu_taints(
     registry: GpuRegistry, inventory: Inventory, unhealthy: Literal["NoSchedule", "NoExecute"]
 ) -> Mapping[str, tuple[Taint, ...]]:
-    """Maps each GPU that does not work, or accepts no new containers, to its taints."""
+    """GPU -> its taints, for each GPU that does not work or accepts no new containers."""
     cordoned = dict.fromkeys(inventory.unschedulable_reasons(registry), (Taint(key=CORDONED_TAINT),))
     failed = dict.fromkeys(inventory.failures(registry), (Taint(key=UNHEALTHY_TAINT, effect=unhealthy),))
     return {**cordoned, **failed}

@@ -1,11 +1,10 @@
-"""What else can use the node's GPUs: other device plugins, and another gpumgr agent, which a lock excludes. Each plugin offers all GPUs, so
-two plugins allocate each GPU twice.
+"""Finds other programs that allocate the node's GPUs: other device plugins, and another gpumgr agent, which a lock excludes.
 
-A plugin is found by its socket in the kubelet's folder: the kubelet's API does not list plugins, and not every plugin's device ids name
-GPUs.
+A plugin is found by its socket in the kubelet's folder, because the kubelet's API does not list plugins, and not every plugin's device ids
+name GPUs.
 
-Two agents would register the same resources and grant the same GPUs, so an agent takes the locks before it listens. The kernel releases a
-lock when its holder ends. The file is kept: if it were removed, two agents could lock two files.
+An agent takes the locks before it listens. The kernel releases a lock when its holder ends. The file is kept, because two agents could lock
+two files if it were removed.
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from gpumgr.common.errors import AlreadyRunning, GpumgrError
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the kubelet's plugin folder, since two agents can have different lock files.
+    """Locks the kubelet's plugin folder, because two agents can have different lock files. A folder that does not exist is not locked.
 
-    A folder that does not exist is not locked. Raises AlreadyRunning if another process holds the lock.
+    Raises AlreadyRunning if another process holds the lock.
     """
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -60,8 +59,8 @@ def lock_node(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """The process that holds a lock on a file or folder, as the text "pid N, "; "" if the pid is not known, None if no process holds a
-    lock. The check takes a shared lock for an instant. An agent that starts in that instant ends with code 3 and is started again."""
+    """The text "pid N, " for the process that holds a lock on this file or folder; "" if its pid is not known; None without a lock. Takes a
+    shared lock for an instant: an agent that starts then ends with code 3 and is started again."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -96,26 +95,23 @@ def _locked(path: Path) -> int:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS: Final = 10.0
-#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names, before
-#: 0.13 nvidia.sock. HAMi's plugin is derived from NVIDIA's and has the same names. GKE's plugin has nvidiaGPU-TIME.sock.
+#: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names (before
+#: 0.13 nvidia.sock), HAMi's plugin the same names, GKE's nvidiaGPU-TIME.sock.
 _GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
 #: A socket with a full backlog belongs to a running process.
 _BUSY: Final = (errno.EAGAIN, errno.EINPROGRESS)
 
 
 class OtherDevicePlugins:
-    """Logs when another device plugin for the same GPUs appears and when it is gone. The operator decides which plugin to stop.
-
-    `folder` is the kubelet's device plugin folder.
-    """
+    """Logs when another device plugin for the same GPUs appears, and when it is gone. `folder`: the kubelet's device plugin folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._logged: tuple[Path, ...] = ()
 
     async def with_same_names(self, *, nvidia: bool) -> str | None:
-        """Why the agent must not register yet, and the remedy: gpu-manager runs, which has the same resource names, or with `nvidia` (the
-        agent offers nvidia.com/gpu) any other plugin. None: there is none."""
+        """Why the agent must not register yet, with the remedy; None without a reason. The reason is gpu-manager, or with `nvidia` (the
+        agent offers nvidia.com/gpu) any other plugin."""
         found = [path for path in await asyncio.to_thread(answering, self._folder) if nvidia or path.name in _GPU_MANAGER]
         return "; ".join(problem_and_remedy(found)) if found else None
 
@@ -137,15 +133,14 @@ class OtherDevicePlugins:
 
 
 def answering(folder: Path) -> tuple[Path, ...]:
-    """The sockets of other plugins on which a process accepts connections (stale socket files are left out); () if the folder can't be
-    read."""
+    """The sockets of other plugins on which a process accepts connections; () if the folder can't be read."""
     with contextlib.suppress(OSError):
         return tuple(path for path in sorted(folder.iterdir()) if _is_others(path.name) and _answers(path))
     return ()
 
 
 def problem_and_remedy(found: Sequence[Path]) -> tuple[str, str]:
-    """The consequence of the plugins at these sockets for this node, and the remedy."""
+    """What the plugins at these sockets do to this node, and the remedy."""
     managers = [path for path in found if path.name in _GPU_MANAGER]
     if managers:
         return (

@@ -1,13 +1,12 @@
 """The DevicePlugin service of one resource: passes the kubelet's calls to the agent and returns its decisions.
 
 Invariants:
-1. Every failure is returned to the kubelet as a gRPC status with a message, which `kubectl describe pod` shows.
-2. A decision is completed even if the kubelet cancels the call: decisions run shielded.
+1. Each failure is returned as a gRPC status with a message, which `kubectl describe pod` shows.
+2. A decision is completed even if the kubelet cancels the call.
 3. ListAndWatch sends the newest list after each change. A slow reader delays no other reader, and misses only outdated lists.
 
-The messages with device ids and the response to Allocate have a codec of their own. It replaces generated code, which is slow: a node has
-up to 13,888 ids, and for the response to Allocate alone generated code takes 0.37 ms instead of 0.007 ms. Every decoder checks bounds,
-skips unknown fields, and raises gpumgr.common.rpc.wire.WireError.
+Long messages have a codec here, because generated code is slow: a node has up to 13,888 ids, and for the response to Allocate generated
+code takes 0.37 ms instead of 0.007 ms. Decoders check bounds, skip unknown fields, and raise gpumgr.common.rpc.wire.WireError.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from gpumgr.ledger.answer import ContainerResponse, DeviceNode, Mount
 _log = structlog.get_logger(__name__)
 
 SERVICE: Final = "/v1beta1.DevicePlugin/"
-#: Both options are on. The Register request has the same options, since older kubelets read them there.
+#: The Register request has the same options, because older kubelets read them there.
 OPTIONS: Final = DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 
@@ -53,7 +52,7 @@ class DevicePlugin:
         self._watches: set[Subscription[bytes]] = set()
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires. Messages stay bytes: this module calls the codec itself."""
+        """The form that grpclib requires. Messages stay bytes, because this module decodes them itself."""
         answers = {
             "GetDevicePluginOptions": self._options,
             "GetPreferredAllocation": self._prefer,
@@ -68,7 +67,7 @@ class DevicePlugin:
         return methods
 
     def end_streams(self) -> None:
-        """Ends every ListAndWatch; the kubelet receives a clean end of stream."""
+        """Ends each ListAndWatch; the kubelet receives a clean end of stream."""
         for watch in self._watches:
             watch.close()
 
@@ -105,20 +104,19 @@ class DevicePlugin:
         return b""
 
 
-#: How long the kubelet may take to close its connection after the end of its stream: at least, and at most.
+#: The least and the longest wait for the kubelet to close its connection after the end of its stream.
 _LEAST_DISCONNECT_SECONDS: Final = 0.5
 _MOST_DISCONNECT_SECONDS: Final = 5.0
 
 
 class PluginServer(UnixServer):
-    """A DevicePlugin service on its socket. A server listens once; a new socket requires a new server. Its streams are the ListAndWatch
-    calls."""
+    """A DevicePlugin service on its socket. It listens once: a new socket needs a new server."""
 
     def __init__(self, path: Path, plugin: DevicePlugin) -> None:
         super().__init__(path, [plugin], plugin.end_streams)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Like the base class, but also waits until the kubelet has closed its connection: it does so once it has dropped this
+        """As in the base class, but also waits for the kubelet to close its connection, which it does once it has dropped the
         registration."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
@@ -131,7 +129,7 @@ class PluginServer(UnixServer):
         await super().drain(0.0)
 
 
-#: A device id, whether it may be allocated, and its NUMA node (None = no preference).
+#: A device id, whether it may be allocated, and its NUMA node (None: no preference).
 DeviceEntry = tuple[str, bool, int | None]
 
 _HEALTHY = wire.field(2, b"Healthy")
@@ -139,7 +137,7 @@ _UNHEALTHY = wire.field(2, b"Unhealthy")
 
 
 class PreferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One container of a GetPreferredAllocation call. `size` is the total including `must_include`; it is signed on the wire."""
+    """One container. `size` includes `must_include` and is signed on the wire."""
 
     available: list[str]
     must_include: list[str]
@@ -147,27 +145,25 @@ class PreferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_allocate(data: bytes) -> list[list[str]]:
-    """AllocateRequest -> the device ids of each container."""
+    """The device ids of each container."""
     return [wire.texts(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
 
 
 def decode_preferred(data: bytes) -> list[PreferenceRequest]:
-    """PreferredAllocationRequest -> its container requests. This message is the longest one: it has every free id of the node."""
+    """One request for each container. This message is the longest, because it has every free id of the node."""
     return [_preference(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1]
 
 
 def decode_pre_start(data: bytes) -> list[str]:
-    """PreStartContainerRequest -> its device ids."""
     return wire.texts(data, 0, len(data))
 
 
 def encode_allocate(responses: Iterable[ContainerResponse]) -> bytes:
-    """AllocateResponse with one message per container. A message is written even if it is empty: without it the kubelet fails the pod."""
+    """Writes a message for each container, even an empty one. Without it the kubelet fails the pod."""
     return b"".join([wire.field(1, encode_container_response(response)) for response in responses])
 
 
 def encode_preferred(preferences: Iterable[Sequence[str]]) -> bytes:
-    """PreferredAllocationResponse with the preferred ids of each container."""
     return b"".join([wire.field(1, wire.text_fields(ids)) for ids in preferences])
 
 
@@ -185,7 +181,7 @@ def encode_container_response(response: ContainerResponse) -> bytes:
 
 
 def decode_container_response(data: bytes) -> ContainerResponse:
-    """Decodes a ContainerAllocateResponse of the kubelet's checkpoint, by generated code: the checkpoint is rarely read."""
+    """Uses generated code, because the kubelet's checkpoint is rarely read."""
     read = wire.parse(ContainerAllocateResponse, data)
     return ContainerResponse(
         envs=read.envs,
@@ -205,7 +201,7 @@ def _preference(data: bytes, start: int, end: int) -> PreferenceRequest:
     available: list[str] = []
     must_include: list[str] = []
     numbers = wire.scan(data, start, end, {1: available, 2: must_include})
-    # int32 is sign-extended to 64 bits on the wire; the upper 32 bits are dropped, as in every protobuf runtime.
+    # int32 is sign-extended to 64 bits on the wire, so the upper 32 bits are dropped.
     size = numbers.get(3, 0) & 0xFFFF_FFFF
     return PreferenceRequest(available=available, must_include=must_include, size=size - (1 << 32) if size >> 31 else size)
 
@@ -218,7 +214,7 @@ def _encode_map(number: int, entries: Mapping[str, str]) -> bytes:
 
 
 def encode_devices(entries: Iterable[DeviceEntry]) -> bytes:
-    """A complete ListAndWatchResponse. Each message replaces the kubelet's list; the order does not matter."""
+    """A complete ListAndWatchResponse, which replaces the kubelet's list. The order has no meaning."""
     parts: list[bytes] = []
     for device_id, healthy, numa_node in entries:
         text = device_id.encode()
@@ -229,8 +225,8 @@ def encode_devices(entries: Iterable[DeviceEntry]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _frame(id_bytes: int, healthy: bool, numa_node: int | None) -> tuple[bytes, bytes]:
-    """The bytes before and after the id in a `devices` field. They depend on the length of the id: a node has thousands of ids, but of few
-    lengths."""
+    """The bytes before and after the id in a `devices` field. They are cached by the id's length, because a node has thousands of ids of
+    few lengths."""
     device = wire.field(1, bytes(id_bytes)) if id_bytes else b""
     tail = (_HEALTHY if healthy else _UNHEALTHY) + _topology(numa_node)
     field = wire.field(1, device + tail)
@@ -238,7 +234,7 @@ def _frame(id_bytes: int, healthy: bool, numa_node: int | None) -> tuple[bytes, 
 
 
 def _topology(numa_node: int | None) -> bytes:
-    """The topology field. sysfs has -1 for a device without a NUMA node; proto3 encodes node 0 as an empty NUMANode message."""
+    """sysfs has -1 for a device without a NUMA node. proto3 encodes node 0 as an empty NUMANode message."""
     if numa_node is None or numa_node < 0:
         return b""
     node = b"\x08" + wire.varint(numa_node) if numa_node else b""

@@ -1,18 +1,16 @@
-"""Keeps the agent's resources registered with the kubelet: serves the sockets, registers, and registers again when a registration is lost.
+"""Keeps the agent's resources registered with the kubelet: serves the sockets, and registers again when a registration is lost.
 
 Invariants:
-1. Nothing here ends the process: a kubelet that is unavailable, hangs or refuses is logged once and retried.
-2. Register is called only once the plugin's own socket listens: the kubelet connects to that socket inside Register.
-3. "Registered" means that Register succeeded and the registration is not known to be lost. A new kubelet.sock, a missing socket of the
-   plugin, or a lack of ListAndWatch streams shows the loss, and the same process registers again. These are polled, since inotify events
-   can be lost.
-4. The kubelet has closed its connection to the former socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name: an
-   old stream that ends later disconnects the new registration.
-5. Each registration has a socket path of its own. Kubelets since 1.36 find clients by resource name and path: if a plugin registers again
-   at a path while the kubelet still knows the former client, the kubelet forgets the client but not its endpoint, and refuses the path
-   until the kubelet restarts.
-6. Nothing is registered while `held_back_by` returns a reason. Once it returns None it is not called again: after that, pods may hold GPUs
-   that only this process knows of. Another plugin would grant these GPUs again, so this process stays registered.
+1. Nothing here ends the process. A kubelet that is unavailable, hangs or refuses is logged once and retried.
+2. Register is called only once the plugin's own socket listens, because the kubelet connects to it inside Register.
+3. A registration is lost when kubelet.sock is new, a socket of the plugin is missing, or ListAndWatch streams are missing. Then the same
+   process registers again. All this is polled, because inotify events can be lost.
+4. The kubelet has closed its connection to the earlier socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name, so
+   the end of an old stream would disconnect the new registration.
+5. Each registration has a new socket path. Kubelets since 1.36 find clients by resource name and path. If a plugin registers again at a
+   path that the kubelet still knows, the kubelet forgets the client but not its endpoint, and refuses the path until it restarts.
+6. Nothing is registered while `held_back_by` returns a reason. After it has returned None it is not called again, because pods may then
+   hold GPUs that only this process knows of, and another plugin would grant them again.
 """
 
 import asyncio
@@ -49,8 +47,7 @@ from gpumgr.ledger.node import NodeDevices
 
 _log = structlog.get_logger(__name__)
 
-#: The beginnings of the sockets' names. They are short, since the whole path must fit a unix socket; the kubelet appends the name to its
-#: own folder.
+#: The sockets' names begin with these words. They are short, because the whole path must fit a unix socket.
 SOCKET_STEMS: Final[dict[Resource, str]] = {
     "core": "gpumgr-core",
     "memory": "gpumgr-mem",
@@ -65,28 +62,25 @@ _REMEDY: Final = (
 
 
 class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """Intervals and timeouts of the link, in seconds. The kubelet may take 10 s to dial back inside Register."""
+    """In seconds. The kubelet may take 10 s to dial back inside Register."""
 
     poll_seconds: float = 0.25
-    #: The interval of the poll while the kubelet watches the devices. It may be longer: if the kubelet ends, its streams end, and that is
-    #: noticed at once.
+    #: The interval of the poll while the kubelet watches the devices. It may be longer, because the end of a stream is noticed at once.
     watched_poll_seconds: float = 1.0
     register_timeout_seconds: float = 15.0
     first_retry_seconds: float = 0.1
     last_retry_seconds: float = 5.0
     #: If no stream is open for this time, the resource is registered again.
     unwatched_seconds: float = 1.0
-    #: The same limit directly after Register: a kubelet may dial for 10 s, and kubelets before 1.25 answer Register first.
+    #: The same limit directly after Register. A kubelet may dial for 10 s, and kubelets before 1.25 answer Register first.
     first_watch_seconds: float = 12.0
-    #: At a replaced socket: how long calls may go on, and then how long the kubelet may take to disconnect.
+    #: When a socket is replaced: how long calls may go on, and then how long the kubelet may take to disconnect.
     handover_seconds: float = 5.0
-    #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
 
 
 class KubeletLink:
-    """Registers the agent's resources with one kubelet. `run` is a daemon; `stop` ends it, lets calls in progress finish, and removes the
-    sockets."""
+    """`run` is a daemon. `stop` ends it, lets calls in progress finish, and removes the sockets."""
 
     def __init__(
         self,
@@ -100,11 +94,9 @@ class KubeletLink:
         held_back_by: Callable[[], Awaitable[str | None]] | None = None,
         names: Mapping[Resource, str] = RESOURCE_NAMES,
     ) -> None:
-        """`folder` is the kubelet's device plugin folder; `devices`: kind of resource -> its encoded device list. Each kind is offered
-        under the resource name that `names` has for it. `observe` gets each call's name, resource, outcome and duration in seconds.
-
-        `held_back_by` returns the reason not to register yet, with a remedy; it is called until it returns None.
-        """
+        """`folder`: the kubelet's device plugin folder. `devices`: kind of resource -> its encoded device list. `observe` gets each call's
+        name, resource, outcome and duration in seconds. `held_back_by` returns why not to register yet, with a remedy; it is called until
+        it returns None."""
         self._held_back_by = held_back_by
         self._timing = timing or LinkTiming()
         self._folder, self._agent, self._on_state, self._observe = folder, agent, on_state, observe
@@ -117,7 +109,7 @@ class KubeletLink:
         return _ResourceLink(self._folder, SOCKET_STEMS[kind], name, make_plugin, self._timing, partial(self._on_state, key))
 
     def add(self, kind: Resource, name: str, watched: LatestValue[bytes]) -> None:
-        """Registers one more resource of this kind, also while `run` runs. The resource's name is its key in `states` and for `observe`."""
+        """Adds a resource, also while `run` runs. `name` is its key in `states` and for `observe`."""
         self._resources[name] = self._make(name, kind, name, watched)
         if self._group is not None:
             self._start_registration(self._group, name)
@@ -131,7 +123,6 @@ class KubeletLink:
         return {key: resource.state for key, resource in self._resources.items()}
 
     async def run(self) -> None:
-        """Keeps the resources registered until `stop` or cancellation."""
         async with asyncio.TaskGroup() as group:
             self._daemons.append(group.create_task(self._start(group), name="kubelet_link_start"))
 
@@ -143,14 +134,14 @@ class KubeletLink:
         self._group = group
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends `run`. Calls in progress may take `grace_seconds`; then the streams are ended and the sockets removed."""
+        """Calls in progress may take `grace_seconds`; then the streams end and the sockets are removed."""
         self._group = None
         for daemon in self._daemons:
             daemon.cancel()
         if self._daemons:
             await asyncio.wait(self._daemons)
-        # As soon as the first stream has ended, the kubelet refuses pods. One pod needs calls for all resources, so all servers must be
-        # idle.
+        # The kubelet refuses pods as soon as the first stream has ended. One pod needs calls for all resources, so all servers must be idle
+        # first.
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_seconds
         servers = [server for each in self._resources.values() for server in each.servers]
@@ -171,8 +162,6 @@ class KubeletLink:
 
 
 class _ResourceLink:
-    """The socket and the registration of one resource."""
-
     def __init__(
         self,
         folder: Path,
@@ -182,13 +171,12 @@ class _ResourceLink:
         timing: LinkTiming,
         on_state: Callable[[LinkState], None],
     ) -> None:
-        """`stem`: the beginning of the sockets' names."""
         self._name, self._folder, self._stem = name, folder, stem
         self._kubelet_socket = folder / KUBELET_SOCKET_NAME
         self._make_plugin = make_plugin
         self._timing = timing
         self._on_state = on_state
-        #: The last one serves the present registration. Before it: servers of former registrations that have not ended yet.
+        #: The last one serves the present registration. The others are earlier ones that have not ended yet.
         self.servers: list[PluginServer] = []
         self._log = _log.bind(resource=name)
         self.state = LinkState()
@@ -203,8 +191,7 @@ class _ResourceLink:
                 retry_seconds = self._timing.first_retry_seconds
             try:
                 server = await self._serve()
-                # Read directly before Register: if the socket was replaced before this line, this registration already reaches the new
-                # kubelet.
+                # Read directly before Register: if the socket was replaced earlier, this registration already reaches the new kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register(server.path.name)
             except KubeletError as error:
@@ -215,7 +202,7 @@ class _ResourceLink:
             retry_seconds = self._timing.first_retry_seconds
             self._log.warning("registration_lost", reason=await self._until_lost(server, kubelet))
             self._become(replace(self.state, registered=False))
-            # A kubelet that starts removes its former socket before it makes the new one.
+            # A kubelet that starts removes its earlier socket before it makes the new one.
             await self._pause(self._timing.unwatched_seconds, None)
 
     def hold_back(self, reason: str) -> None:
@@ -227,7 +214,7 @@ class _ResourceLink:
         self._become(replace(self.state, registered=False))
 
     async def _register(self, endpoint: str) -> None:
-        """One attempt; `endpoint` is the name of the socket. Raises KubeletError."""
+        """`endpoint`: the name of the socket. Raises KubeletError."""
         request = RegisterRequest(version="v1beta1", endpoint=endpoint, resource_name=self._name, options=OPTIONS)
         async with UnixChannel(self._kubelet_socket) as channel:
             try:
@@ -240,7 +227,7 @@ class _ResourceLink:
         self._log.info("registered", registrations=self.state.registrations)
 
     async def _serve(self) -> PluginServer:
-        """Serves a new socket, and then ends the former ones. Raises KubeletError."""
+        """Serves a new socket, and then ends the earlier ones. Raises KubeletError."""
         server = PluginServer(self._folder / f"{self._stem}-{secrets.token_hex(3)}.sock", self._make_plugin())
         try:
             await server.listen()
@@ -254,7 +241,7 @@ class _ResourceLink:
         return server
 
     async def _until_lost(self, server: PluginServer, kubelet: FileIdentity | None) -> str:
-        """Waits until the registration is lost, and returns the reason."""
+        """Returns the reason once the registration is lost."""
         loop = asyncio.get_running_loop()
         watched_by = loop.time() + self._timing.first_watch_seconds
         while True:
@@ -272,7 +259,7 @@ class _ResourceLink:
                 return "not_watched"
 
     async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
-        """Waits until the time has passed or a new kubelet.sock appears."""
+        """Waits for this time, or until a new kubelet.sock appears."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         while FileIdentity.at(self._kubelet_socket) == kubelet:
@@ -293,16 +280,14 @@ class _ResourceLink:
 
 
 class ListMeter(Protocol):
-    """Counts how often the device list of each resource was published."""
-
     def listed(self, resource: str) -> None: ...
 
     def add_resource(self, kind: str, name: str) -> None: ...
 
 
 class ResourceLists:
-    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: the resource of existing MIG devices (static MIG); None if
-    they are not offered."""
+    """`lists`: resource -> its encoded ListAndWatchResponse. `mig_resource`: the resource of static MIG devices; None if they are not
+    offered."""
 
     def __init__(self, kinds: Iterable[Resource], mig_resource: str | None, meter: ListMeter) -> None:
         self.lists: Mapping[Resource, LatestValue[bytes]] = {kind: LatestValue(b"") for kind in kinds}
@@ -320,9 +305,9 @@ class ResourceLists:
             self._publish_instances(instance_entries(node_devices, self._mig_resource), link)
 
     def _publish_instances(self, found: Mapping[str, Collection[DeviceEntry]], link: KubeletLink) -> None:
-        """A resource is registered when it has its first MIG device. A MIG device can be created again under the same UUID with another
-        profile. It then stays, Unhealthy, in the list of the old profile's resource: an id that vanishes while the kubelet allocates it
-        crashes the kubelet."""
+        """Registers a resource with its first MIG device. A MIG device can be created again under its UUID with another profile. Then
+        it stays, Unhealthy, in the list of the old profile's resource: an id that vanishes while the kubelet allocates it crashes the
+        kubelet."""
         for name in {**self._instance_lists, **found}:
             listed = self._listed_instances.setdefault(name, {})
             for uuid, _, numa in [*listed.values()]:
@@ -337,7 +322,7 @@ class ResourceLists:
 
 
 def encode_node_devices(gpu_registry: GpuRegistry, node_devices: NodeDevices, kinds: Iterable[Resource]) -> dict[Resource, bytes]:
-    """kind -> encoded ListAndWatchResponse with every device id of every GPU."""
+    """Kind -> the encoded ListAndWatchResponse with all device ids."""
     return {kind: encode_devices(_device_entries(gpu_registry, node_devices, kind)) for kind in kinds}
 
 
@@ -351,8 +336,8 @@ def _device_entries(gpu_registry: GpuRegistry, node_devices: NodeDevices, kind: 
 
 
 def instance_entries(node_devices: NodeDevices, resource: str) -> Mapping[str, list[DeviceEntry]]:
-    """Maps each resource to MIG devices: each that was ever offered, under its newest profile. `resource` is the name of the only
-    resource, or MIG_PREFIX if each profile has a resource of its own."""
+    """Resource -> each MIG device that was ever offered, under its newest profile. `resource`: the only resource, or MIG_PREFIX if each
+    profile has its own."""
     found: dict[str, list[DeviceEntry]] = {}
     for each in node_devices:
         for number, instance in enumerate(each.gpu.instances):

@@ -1,14 +1,12 @@
-"""What the kubelet knows about the devices of containers: PodResources, which lists the ids of the running pods, and the file
-`kubelet_internal_checkpoint`, which has priority when the ledger must be rebuilt.
+"""What the kubelet records about the devices of containers: PodResources `List`, and the file `kubelet_internal_checkpoint`.
 
-The kubelet limits PodResources `List` to 100 calls per second, in bursts of 10, for all clients of the node together; a refused call is
-retried for a short time. The answer has every id of the node, so only the names of pods are decoded at once; the ids of a pod are decoded
-when they are requested.
+`List` has the ids of running pods. The kubelet limits it to 100 calls per second, in bursts of 10, for all clients of the node; a refused
+call is retried for a short time. The answer has every id of the node, so a pod's ids are decoded only when they are requested.
 
-The file has what PodResources lacks: pod UIDs, ordinary init containers, and the responses of Allocate (with a path that contains the
-allocation's id). Its format is internal to the kubelet, so the reader accepts all variants: `DeviceIDs` is a list before 1.20 and a map
-from NUMA node to ids since; the oldest files have no `Data` level. The checksum is a hash of the data as Go prints it, and can't be
-verified here. The kubelet writes the file after Allocate has returned, so it can't be used inside Allocate.
+The file also has pod UIDs, ordinary init containers, and the responses of Allocate, so it has priority in a rebuild of the ledger. The
+kubelet writes it after Allocate, so Allocate can't use it. Its format is internal to the kubelet: `DeviceIDs` is a list before 1.20, later
+a map from NUMA node to ids; the oldest files have no `Data` level. The checksum is a hash of the data as Go prints it, so it can't be
+verified here.
 """
 
 import asyncio
@@ -46,8 +44,7 @@ FILE_NAME = "kubelet_internal_checkpoint"
 
 
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices of one resource that a container holds. `listed`: its ids, in a list or by NUMA node. `encoded` is the recorded response
-    of Allocate."""
+    """What a container holds of one resource. `listed`: ids, in a list or by NUMA node. `encoded`: the response of Allocate."""
 
     pod_uid: str = msgspec.field(name="PodUID")
     container: str = msgspec.field(name="ContainerName")
@@ -57,12 +54,12 @@ class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """Each id once, although an id on two NUMA nodes is listed under both."""
+        """Each id once. An id on two NUMA nodes is listed under both."""
         lists = self.listed.values() if isinstance(self.listed, dict) else (self.listed,)
         return tuple(dict.fromkeys(device_id for ids in lists for device_id in ids or ()))
 
     def response(self) -> ContainerResponse:
-        """The recorded response, decoded by each call; empty if it can't be read."""
+        """Decodes the response of Allocate; empty if it can't be read."""
         try:
             return decode_container_response(self.encoded or b"")
         except WireError:
@@ -79,12 +76,12 @@ class _File(_Data):
 
 
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
-    """The entries in the file's order. Raises KubeletError if `text` is not such a file, or is incomplete."""
+    """In the file's order. Raises KubeletError if `text` is no such file or is incomplete."""
     return _decoded(text).PodDeviceEntries or ()
 
 
 def parse_registered_devices(text: bytes) -> Mapping[str, int]:
-    """Resource -> the number of ids that its device plugin offers. Raises KubeletError if `text` is not such a file."""
+    """Resource -> the number of ids that its device plugin offers. Raises KubeletError if `text` is no such file."""
     return {resource: len(ids or ()) for resource, ids in (_decoded(text).RegisteredDevices or {}).items()}
 
 
@@ -99,10 +96,8 @@ def _decoded(text: bytes) -> _Data:
 async def read_kubelet_checkpoint(
     path: Path, *, attempts: int = 5, retry_seconds: float = 0.02
 ) -> tuple[CheckpointEntry, ...] | None:
-    """The entries of the file at `path`; None if there is none (the kubelet writes it with the first device).
-
-    The kubelet may be writing the file at the same time, so the read is retried. Raises KubeletError after the last attempt.
-    """
+    """The entries of the file at `path`; None without a file, because the kubelet writes it with the first device. Retries the read,
+    because the kubelet may be writing. Raises KubeletError after the last attempt."""
     for attempt in range(1, attempts + 1):
         try:
             return parse_kubelet_checkpoint(await asyncio.to_thread(path.read_bytes))
@@ -118,24 +113,20 @@ async def read_kubelet_checkpoint(
 
 
 def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[str] | None:
-    """UIDs of the pods that have devices. None: there is no file, or it is empty. Then a pod that is missing in it may still run: a kubelet
-    that lost its state does not list running pods."""
+    """UIDs of the pods that have devices; None without entries. Then a pod that is missing may still run, because a kubelet that lost its
+    state does not list running pods."""
     return frozenset(entry.pod_uid for entry in entries) if entries else None
 
 
 log = structlog.get_logger(__name__)
 
-#: How long a rebuild waits for the pods' specs, which it needs for their init containers. It does not wait longer, since the API server may
-#: be unavailable for hours.
+#: How long a rebuild waits for the pods' specs, which show init containers. The API server may be unavailable for hours.
 SPECS_SECONDS = 5.0
 
 
 async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str]) -> Sequence[CheckpointEntry] | None:
-    """The entries of the kubelet's checkpoint. [] if it does not exist. `names`: the kubelet's name of a resource -> the name in the
-    returned entries, if the two differ.
-
-    Returns None, and logs that, if the checkpoint can't be read.
-    """
+    """The entries of the kubelet's checkpoint; [] without a file; None, with a line in the log, if it can't be read. `names`: the kubelet's
+    name of a resource -> the name in the entries, if they differ."""
     try:
         found = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
         return [replace(each, resource=inner_name(each.resource, names)) for each in found]
@@ -145,9 +136,11 @@ async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str])
 
 
 def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence[CheckpointEntry]:
-    """The entries of the kubelet's checkpoint, except for deleted pods; all entries while the API server can't be reached. Mode dra
-    needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. With these entries, each start
-    of the agent would take over ended pods, and hold claims back until a sweep frees the pods' GPUs."""
+    """The entries without deleted pods; all entries while the API server can't be reached.
+
+    Mode dra needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Otherwise each start of
+    the agent would take over ended pods, and hold claims back until a sweep frees their GPUs.
+    """
     if not pods.reachable:
         return entries
     known = {uid for pod in pods.all() for uid in (pod.uid, pod.runtime_uid)}
@@ -155,7 +148,7 @@ def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence
 
 
 async def stored_nodes(device_plugin_dir: Path, allocation: AllocationId) -> Collection[str]:
-    """The names of the GPU device nodes in the responses for this allocation; empty if the kubelet's checkpoint can't be read."""
+    """The names of the GPU device nodes in the responses for this allocation; empty if the file can't be read."""
     with suppress(KubeletError):
         entries = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
         responses = [each.response() for each in entries if allocation.encode() in (each.encoded or b"")]
@@ -171,10 +164,8 @@ async def reconcile(
     wait_synced: Callable[[float], Awaitable[None]],
     lost: bool,
 ) -> bool:
-    """Adopts the allocations of these entries, and returns whether it could adopt all of them.
-
-    `lost`: the ledger was lost, so every allocation is read from the entries. The function then waits for the pods' specs first.
-    """
+    """Adopts the allocations of these entries. Returns whether it could adopt all of them. `lost`: the ledger was lost, so the pods' specs
+    are needed, too."""
     found = ours_of(entries)
     if lost and found:
         await wait_synced(SPECS_SECONDS)
@@ -186,7 +177,7 @@ async def reconcile(
 
 
 def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
-    """The entries of gpumgr's resources, in the form in which the ledger adopts them."""
+    """The entries of gpumgr's resources, in the ledger's form."""
     return [
         KubeletEntry(
             uid=e.pod_uid,
@@ -205,7 +196,7 @@ def ours_of(entries: Sequence[CheckpointEntry]) -> Sequence[KubeletEntry]:
 
 
 def granted_in(annotations: Mapping[str, str]) -> Granted:
-    """What these annotations of a response say about replicas; an empty Granted if they say nothing, or can't be read."""
+    """What a response's annotations say about replicas; empty if they can't be read."""
     try:
         return decode_json(annotations.get(GRANTED_ANNOTATION, "{}"), Granted)
     except UnreadableText:
@@ -217,10 +208,10 @@ _RATE_LIMITED: Final = "rejected by rate limit"
 
 
 def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) -> Listing:
-    """A ListPodResourcesResponse as a Listing. Raises WireError if the pods can't be read; ids are checked when they are read. `names`: a
-    resource's name in the kubelet -> its name in the Listing, if the two differ.
+    """Decodes a ListPodResourcesResponse. Raises WireError if the pods can't be read; ids are checked when they are read. `names`: the
+    kubelet's name of a resource -> the name in the Listing, if they differ.
 
-    Kubelets before 1.34 may list a terminated pod and a new pod of the same name: both count as one pod that holds the ids of both.
+    Kubelets before 1.34 may list a terminated pod and a new pod of the same name, which then count as one pod.
     """
     places: dict[PodKey, list[tuple[int, int]]] = {}
     for number, start, end in wire.spans(data, 0, len(data)):
@@ -245,7 +236,7 @@ def parse_listing(data: bytes, names: Mapping[str, str] = MappingProxyType({})) 
 
 
 def _key(data: bytes, start: int, end: int, *, name: int, namespace: int) -> tuple[str, str]:
-    """(namespace, name) of a message with these texts in the given fields."""
+    """Returns (namespace, name) from the given fields."""
     texts = {name: "", namespace: ""}
     for number, text_start, text_end in wire.spans(data, start, end):
         if number in texts:
@@ -256,8 +247,8 @@ def _key(data: bytes, start: int, end: int, *, name: int, namespace: int) -> tup
 def _read_container(
     data: bytes, start: int, end: int, held: dict[str, dict[str, tuple[str, ...]]], names: Mapping[str, str]
 ) -> None:
-    """Adds one ContainerResources to `held`. Each id has one entry for each of its NUMA nodes; in kubelet 1.20 all ids of a NUMA node
-    share one entry."""
+    """Adds one ContainerResources to `held`. An id has one entry for each of its NUMA nodes. In kubelet 1.20 all ids of a NUMA node share
+    one entry."""
     name = ""
     devices: dict[str, list[str]] = {}
     for number, entry_start, entry_end in wire.spans(data, start, end):
@@ -279,8 +270,7 @@ def _read_container(
 
 
 class PodResourcesClient:
-    """A client that stays connected, and reconnects after a restart of the kubelet. Create it inside the event loop, and call `close` at
-    the end."""
+    """A client that reconnects after a restart of the kubelet. Create it inside the event loop, and call `close` at the end."""
 
     def __init__(
         self,
@@ -299,8 +289,8 @@ class PodResourcesClient:
         self._last = b"", Listing((), lambda _: {})
 
     async def list(self) -> Listing:
-        """The kubelet's current list; the same object as before if the answer is the same. The call has a side effect in the kubelet: it
-        frees the ids of ended pods.
+        """The kubelet's current list; the same object as before if the answer is the same. The call makes the kubelet free ids of ended
+        pods.
 
         Raises KubeletError if the kubelet is unavailable, slow, or limits the rate for longer than the budget.
         """
@@ -323,6 +313,6 @@ class PodResourcesClient:
 
 
 def _rate_limited(error: Exception) -> bool:
-    """Whether the kubelet's rate limit refused the call. The text decides, since a response that is too long for the client has the same
+    """Whether the kubelet's rate limit refused the call. Only the text shows that: a response that is too long for the client has the same
     gRPC status."""
     return isinstance(error, GRPCError) and error.status is Status.RESOURCE_EXHAUSTED and _RATE_LIMITED in (error.message or "")

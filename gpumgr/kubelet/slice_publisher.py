@@ -1,15 +1,13 @@
 """Keeps the ResourceSlice of this node in the API server.
 
 Invariants:
-
-1. Nothing is written while gpumgr's DRA driver is not registered with the kubelet: kube-scheduler would place pods by the slice, and they
+1. Nothing is written while gpumgr's DRA driver is not registered with the kubelet. kube-scheduler would place pods by the slice, and they
    would wait on the node for more than a minute.
-2. The slice is read at each step. The watch only starts a step, and its content is not used. So a deletion (by a starting kubelet, or by
-   another client) that the watch has missed is noticed at the next step: after a new list, a change or a probe.
+2. Each step reads the slice; the watch only starts a step. So a deletion that the watch has missed is noticed at the next step: after a new
+   list, a change or a probe.
 3. Two writes are at least `change_seconds` apart. The last state is always written.
-4. A slice is written again only if it differs from the last one sent, or if another client has changed it since: then its version is not
-   that of the last write. The first write of a process replaces the slice; the API server changes nothing but the date of taints if it is
-   the same.
+4. The slice is written if the state differs from the last one sent, or if another client has changed the slice, so that its version is
+   another one. The first write of a process replaces it; the API server changes only the date of taints if it is the same.
 5. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
@@ -38,8 +36,8 @@ _NEVER: Final = float("-inf")
 
 
 class PublishTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """`change_seconds`: the shortest time between two writes. Pauses after failures grow from the first to the longest of `retry_seconds`.
-    `probe_seconds`: the interval of the requests that show whether a server still drops fields."""
+    """In seconds. `change_seconds`: the shortest time between two writes. `retry_seconds`: the first and the longest pause after failures.
+    `probe_seconds`: the interval of probes while a server drops fields."""
 
     change_seconds: float = 2.0
     retry_seconds: tuple[float, float] = (0.5, 10.0)
@@ -47,8 +45,8 @@ class PublishTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
-    """`published`: the API server has the slice with the present devices. `devices`: how many devices the slice contains. `error`: the last
-    failure since the slice was published. `dropped`: what the API server does not store, and what to do."""
+    """`published`: the API server has the slice with all `devices`. `error`: the last failure since then. `dropped`: what the API server
+    does not store, and the remedy."""
 
     published: bool = False
     devices: int = 0
@@ -57,10 +55,7 @@ class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlicePublisher:
-    """`run` it as a daemon. `withdraw` deletes the slice; it can be called during `run` or after it.
-
-    `devices` is None until the hardware is known; `registration` is the state of the driver's registration. `offer` and `follow` set them.
-    """
+    """`run` it as a daemon. `devices` is None until the hardware is known. `registration`: the state of the driver's registration."""
 
     def __init__(
         self,
@@ -98,7 +93,7 @@ class SlicePublisher:
             group.create_task(forever("slice_writes", self._keep), name="slice_writes")
 
     async def withdraw(self, *, timeout_seconds: float) -> bool:
-        """Deletes the slice, so that no further pods are scheduled to this driver; nothing is written afterwards. False: that failed."""
+        """Deletes the slice, so that no further pods are scheduled to this driver, and stops all writes. Returns False if that failed."""
         first, self._withdrawn = not self._withdrawn, True
         self.state = replace(self.state, published=False)
         try:
@@ -117,13 +112,11 @@ class SlicePublisher:
             return False
 
     def offer(self, devices: tuple[SliceDevice, ...]) -> None:
-        """Sets the devices of the slice."""
         if devices != self.devices:
             self.devices = devices
             self._wake.set()
 
     def follow(self, registration: LinkState) -> None:
-        """Sets the state of the driver's registration: without one, nothing is written."""
         self.registration = registration
         self._wake.set()
 
@@ -151,8 +144,7 @@ class SlicePublisher:
         return self.registration.registered and not self._withdrawn
 
     async def _step(self) -> float | None:
-        """Writes once if a write is due. Returns the seconds until the next step, or None if the next step waits for an event. Raises what
-        requests raise."""
+        """Writes if a write is due. Returns the seconds until the next step; None if it waits for an event. Raises what requests raise."""
         devices = self.devices
         if devices is None or not self._may_write:
             return None
@@ -180,14 +172,14 @@ class SlicePublisher:
         return self._times.probe_seconds if self._loss is not None else None
 
     async def _write(self, sent: Json, found: Mapping[str, Any] | None) -> None:
-        """Creates or replaces the slice. If another client has changed the slice since it was read, the API server answers 404 or 409, and
-        the next step reads it again."""
+        """If another client has changed the slice since it was read, the API server answers 404 or 409, and the next step reads it
+        again."""
         self._written_at = self._clock()
         if found is None:
             answer = await self._server.read("POST", SLICES, sent)
         else:
-            # Labels of others stay: a controller that sets them again would cause a write each time. The generation stays, since the pool
-            # has one slice, which is replaced as a whole.
+            # Labels of others stay, because a controller that sets them again would cause a write each time. The generation stays, because
+            # the pool has one slice, which is replaced as a whole.
             metadata = {**found["metadata"], **sent["metadata"]}
             spec = {**sent["spec"], "pool": {**sent["spec"]["pool"], "generation": found["spec"]["pool"]["generation"]}}
             answer = await self._server.read("PUT", f"{SLICES}/{self._name}", {**sent, "metadata": metadata, "spec": spec})

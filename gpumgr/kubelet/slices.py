@@ -1,15 +1,13 @@
 """The ResourceSlice of this node (resource.k8s.io/v1): its content, and what of it the API server has dropped. Pure.
 
-kube-scheduler takes the first devices that fit, in the order of the slice, so the order decides the placement: claims for whole GPUs fill
-an empty node group by group. The order is fixed; a slice changes only with the hardware, its health and settings, since every change
-makes kube-scheduler try all pending pods again.
+kube-scheduler takes the first devices that fit, so the order of the slice decides the placement: claims for whole GPUs fill an empty node
+group by group. The order is fixed, because every change makes kube-scheduler try all pending pods again. Only the hardware, its health and
+settings change a slice.
 
-Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, since CEL fails on absent attributes:
-
+Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, because CEL fails on absent attributes:
 - `island`: GPUs that NVLink connects, directly or through other GPUs. A GPU without NVLink is an island by itself.
-- `pair`: the two GPUs with the highest score of their link (`score_matrix`) are a pair; among equal scores, the first in the order of
-  the slice. Then the remaining GPUs are paired in the same way. GPUs on different NUMA nodes without NVLink are no pair; a GPU without
-  a partner has a value of its own.
+- `pair`: the two GPUs with the highest link score (`score_matrix`; among equal scores the first in the order), then the next two, and so
+  on. GPUs on different NUMA nodes without NVLink are no pair. A GPU without a partner has its own value.
 """
 
 import hashlib
@@ -30,7 +28,7 @@ SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 #: The taint of a GPU that the driver no longer lists.
 LOST_TAINT: Final = f"{DRA_DRIVER}/lost"
 _STANDARD: Final = "resource.kubernetes.io"
-#: Kubernetes' limit for an attribute's string or version, in bytes.
+#: Kubernetes' limit for an attribute, in bytes.
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, minus the prefix of the probe's name.
 _MAX_NAME: Final = 253 - len("probe-")
@@ -68,10 +66,8 @@ def slice_devices(
     taints: Mapping[GpuName, tuple[Taint, ...]],
     shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
-    """The devices in the order of the slice. `names`: UUID -> the ledger's name, for the GPUs to publish. A GPU with less than two blocks
-    of memory is left out, since the API server would refuse it. A GPU for which the driver reports no memory is published without it, and
-    not shared.
-    """
+    """In the order of the slice. `names`: UUID -> the ledger's name, for the GPUs to publish. The API server refuses a GPU with less than
+    two blocks of memory, so it is left out. A GPU without known memory is not shared."""
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
     islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
@@ -92,8 +88,8 @@ def slice_devices(
 
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
-    """The devices of `now`, and the ones that only `before` has, with the taint LOST_TAINT, since existing claims may hold them. The order
-    of `before` is kept, since the topology without the lost devices has another order."""
+    """The devices of `now`, and with LOST_TAINT the ones that only `before` has, because claims may hold them. Keeps the order of `before`,
+    because the topology without the lost devices has another order."""
     found = {device.name: device for device in now}
     lost = [device for device in before if device.name not in found]
     if not lost:
@@ -105,14 +101,13 @@ def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tupl
 
 
 def slice_name(node: str) -> str:
-    """The name of the node's slice. It is fixed, so that a crash leaves no second slice. kube-scheduler reads the slices of a pool in the
-    order of their names."""
+    """A fixed name, so that a crash leaves no second slice. kube-scheduler reads the slices of a pool in the order of their names."""
     name = f"00000-{DRA_DRIVER}-{node}"
     return name if len(name) <= _MAX_NAME else f"00000-{DRA_DRIVER}-{hashlib.sha256(node.encode()).hexdigest()[:32]}"
 
 
 def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, generation: int = 1) -> Json:
-    """The only slice of the node's pool. It belongs to the Node, and is deleted with it."""
+    """The only slice of the node's pool. It is deleted with its owner, the Node."""
     owner = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node_uid, "controller": True}
     return {
         "apiVersion": "resource.k8s.io/v1",
@@ -128,8 +123,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """A slice for a request with dryRun, which shows what the API server drops. The request must be a create: in an update the API server
-    keeps these fields if the stored slice already has them."""
+    """For a request with dryRun, which shows what the API server drops. It must be a create, because an update keeps these fields if the
+    stored slice has them."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
@@ -137,7 +132,7 @@ def probe_slice(node: str) -> Json:
 
 
 class StoredSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """A slice in the API server. `version` is its resourceVersion."""
+    """`version`: the resourceVersion."""
 
     uid: str
     version: str
@@ -149,15 +144,15 @@ def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API server did not store. `sharing` true: the fields for sharing, so no device can be shared. False: the taints, so
-    tainted devices would be allocated."""
+    """What the API server did not store: the fields for sharing (`sharing`), so no device can be shared, or the taints, so tainted devices
+    would be allocated."""
 
     sentence: str
     sharing: bool
 
 
 def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
-    """What is missing in `stored`, the API server's answer to `sent`, because of feature gates. Raises what `stored_slice` does."""
+    """What the API server removed from `sent` in its answer `stored`. Raises what `stored_slice` raises."""
     pairs = list(zip(sent["spec"]["devices"], stored["spec"].get("devices") or (), strict=False))
     if any(_shares(ours) and not _shares(theirs) for ours, theirs in pairs):
         return Dropped(
@@ -177,8 +172,7 @@ def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
 
 
 def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[SliceDevice, ...]:
-    """The devices that can be published: none if the API server drops the fields for sharing, only devices without taints if it drops
-    taints."""
+    """None without the fields for sharing; only devices without taints if the API server drops taints."""
     if loss is None:
         return tuple(devices)
     return () if loss.sharing else tuple(device for device in devices if not device.taints)
@@ -188,7 +182,7 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
-    # The memory in whole blocks: the API server refuses a value that is no multiple of the step.
+    # The API server refuses a value that is no multiple of the step.
     memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
     amounts = {"cores": (str(CORES_PER_GPU), "1")}
     if device.gpu.memory_bytes is not None:
@@ -198,7 +192,7 @@ def _device(device: SliceDevice) -> Json:
         "attributes": dict(_attributes(device)),
         "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if device.shared:  # the default is the whole capacity: a claim that does not name a capacity gets all of it
+    if device.shared:  # the default is the whole capacity, for a claim that names none
         content["allowMultipleAllocations"] = True
         for name, (whole, step) in amounts.items():
             valid = {"min": step, "max": whole, "step": step}
@@ -209,7 +203,7 @@ def _device(device: SliceDevice) -> Json:
 
 
 def _attributes(device: SliceDevice) -> Iterator[tuple[str, Json]]:
-    """gpumgr's own attributes always have a value; standard attributes are left out if they are unknown."""
+    """gpumgr's own attributes always have a value. Unknown standard attributes are left out."""
     gpu = device.gpu
     capability = capability_of(gpu.model)
     own = {
@@ -247,7 +241,7 @@ def _cut(text: str) -> str:
 
 
 def _islands(topology: Topology) -> Mapping[int, int]:
-    """Maps each row to the lowest row among the rows that NVLink connects with it."""
+    """Row -> the lowest row among the rows that NVLink connects with it."""
     islands = {row: row for row in range(len(topology))}
     for a, b in combinations(islands, 2):
         if topology.nvlinks[a][b] and islands[a] != islands[b]:
@@ -257,7 +251,7 @@ def _islands(topology: Topology) -> Mapping[int, int]:
 
 
 def _pairs(topology: Topology, order: Sequence[int]) -> Mapping[int, int]:
-    """Maps each row to the row of its pair that is first in `order`."""
+    """Row -> the row of its pair that is first in `order`."""
     scores, pairs = score_matrix(topology), dict[int, int]()
     close = [(a, b) for a, b in combinations(order, 2) if topology.nvlinks[a][b] or topology.levels[a][b] > Level.SYS]
     for a, b in sorted(close, key=lambda pair: -scores[pair[0]][pair[1]]):  # the sort is stable: equal scores keep their order
