@@ -110,27 +110,19 @@ class ClaimsController:
         creations, refused = [], []
         for key, pod in missing.items():
             try:
-                shape = self._shape(key, counts[key[0]])
+                shape = parse(key[1])
             except ValueError as error:
-                refused.append((pod, str(error)))
-            else:
-                counts[key[0]] += 1
-                creations.append(self._create_template(key, shape))
+                refused.append((pod, f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}"))
+                continue
+            if counts[key[0]] >= self._settings.max_templates_per_namespace:
+                text = f"namespace {key[0]} has {counts[key[0]]} templates of gpumgr, the limit"
+                remedy = "delete some, or set claims.max_templates_per_namespace higher"
+                refused.append((pod, f"ResourceClaimTemplate {key[1]} is not created: {text}; {remedy}"))
+                continue
+            counts[key[0]] += 1
+            creations.append(self._create_template(key, shape))
         await asyncio.gather(*creations)
         return refused
-
-    def _shape(self, key: Key, count: int) -> Shape:
-        """The content of the template. Raises ValueError, with the text of the pod's event, if the template must not be created."""
-        try:
-            shape = parse(key[1])
-        except ValueError as error:
-            raise ValueError(f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}") from error
-        if count >= self._settings.max_templates_per_namespace:
-            raise ValueError(
-                f"ResourceClaimTemplate {key[1]} is not created: namespace {key[0]} has {count} templates of gpumgr, the limit; delete "
-                "some, or set claims.max_templates_per_namespace higher"
-            )
-        return shape
 
     async def _create_template(self, key: Key, shape: Shape) -> None:
         path = f"/apis/resource.k8s.io/v1/namespaces/{key[0]}/resourceclaimtemplates"

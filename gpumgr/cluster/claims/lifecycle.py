@@ -4,6 +4,7 @@ set of values."""
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +14,10 @@ from msgspec.structs import replace
 from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
-from gpumgr.cluster.scheduler.lifecycle import connections, run_together, this_replica
+from gpumgr.cluster.scheduler.lifecycle import connections, serve, this_replica
 from gpumgr.cluster.scheduler.metrics import Samples, process_gauges, scraped
 from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
-from gpumgr.common.aio import persistently, run_until
+from gpumgr.common.aio import persistently
 from gpumgr.common.prometheus_text import Family, counter, gauge, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
@@ -60,16 +61,6 @@ async def run_claims(settings: Settings, kubeconfig: Path | None, *, stop: async
     leadership = Leadership(lease_server, replica, watches.refresh) if replica is not None else None
     controller = ClaimsController(server, watches, wanted, socket.gethostname(), leader=leadership)
     web_server = page_server(claims_routes(watches, controller), watches, settings, wanted.http_port)
-    try:
-        await serve_pages(web_server, lost="no metrics or probes; templates are still created, and gates removed")
-        leading = [leadership.run()] if leadership is not None else []
-        daemons = run_together(watches.run(), persistently("claims", controller.run), *leading)
-        working = await run_until(stop.wait(), daemons)
-        if not working.cancelled():
-            working.result()
-    finally:
-        await web_server.stop()
-        if leadership is not None:
-            await leadership.release()
-        for each in (server, lease_server):
-            await each.close()
+    start = partial(serve_pages, web_server, lost="no metrics or probes; templates are still created, and gates removed")
+    daemons = watches.run(), persistently("claims", controller.run)
+    await serve(stop, start, [web_server], daemons, leadership, (server, lease_server))

@@ -7,7 +7,7 @@ with DRA together.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,18 +47,13 @@ class ClaimWatches(ClusterWatches):
         self._kinds: set[tuple[GpuKind, int]] = set()
         #: Name of the node -> its ResourceSlice.
         self._slices: dict[str, WatchedSlice] = {}
-        self._watched += [
-            self._watch(Watched(path=f"{_API}/resourceclaims", parse=objects.parse_claim), on_change=self._claim_changed),
-            self._watch(
-                Watched(path=f"{_API}/resourceclaimtemplates", parse=objects.parse_template), on_change=self._template_changed
-            ),
-            self._watch(
-                Watched(
-                    path=f"{_API}/resourceslices", query={"fieldSelector": f"spec.driver={DRA_DRIVER}"}, parse=objects.parse_slice
-                ),
-                on_change=self._slice_changed,
-            ),
-        ]
+        kinds: Sequence[tuple[str, Mapping[str, str], Callable[[Any], Keyed], Callable[[Any, Any], None]]] = (
+            ("resourceclaims", {}, objects.parse_claim, self._claim_changed),
+            ("resourceclaimtemplates", {}, objects.parse_template, self._template_changed),
+            ("resourceslices", {"fieldSelector": f"spec.driver={DRA_DRIVER}"}, objects.parse_slice, self._slice_changed),
+        )
+        for name, query, parse, on_change in kinds:
+            self._watched.append(self._watch(Watched(path=f"{_API}/{name}", query=query, parse=parse), on_change=on_change))
 
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
@@ -112,23 +107,17 @@ class ClaimWatches(ClusterWatches):
         return objects.parse_unbound(pod, self._labels) if waits else super()._parse_pod(pod)
 
     def _pod_changed(self, before: Any, after: Any) -> None:
-        unbound = [each if isinstance(each, UnboundPod) else None for each in (before, after)]
-        if unbound != [None, None]:
-            self._unbound_changed(*unbound)
+        if isinstance(after, UnboundPod):
+            self.pods[after.uid] = after
+            self.changed.set()
+        elif isinstance(before, UnboundPod):
+            self.pods.pop(before.uid, None)
+            self._forget_left()
+            self._left[before.uid] = (before, self._clock())
+            self.changed.set()
         counted = [None if isinstance(each, UnboundPod) else each for each in (before, after)]
         if counted != [None, None]:
             super()._pod_changed(*counted)
-
-    def _unbound_changed(self, before: UnboundPod | None, after: UnboundPod | None) -> None:
-        pod = after or before
-        assert pod is not None, "one of them exists"
-        if after is None:
-            self.pods.pop(pod.uid, None)
-            self._forget_left()
-            self._left[pod.uid] = (pod, self._clock())
-        else:
-            self.pods[pod.uid] = after
-        self.changed.set()
 
     def _forget_left(self) -> None:
         while self._left and next(iter(self._left.values()))[1] <= self._clock() - _BOUND_SECONDS:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -141,30 +141,45 @@ async def run_scheduler(
         answered=pages.metrics.answered,
     )
     verbs = verb_server(application, listen, tls, stop_seconds=settings.process.stop_grace_seconds)
-    running: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]
-    if leadership is not None:
-        running.append(leadership.run())
+    daemons: list[Coroutine[Any, Any, object]] = [watches.run(), persistently("assumed pods", extender.run)]
     if (own_pod := own_pod_path()) is not None:
-        running.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
-    daemons = asyncio.create_task(run_together(*running))
-    try:
+        daemons.append(persistently("waiting pods", partial(retry_waiting_pods, server, extender.retryable, own_pod)))
+
+    async def start() -> None:
         await verbs.start()
         _log.info("scheduler_listening", url=verbs.url, client_certificates=tls is not None)
         if hami_webhook is not None:
             await hami_webhook.start()
             _log.info("webhook_listening", url=hami_webhook.url)
         await serve_pages(web_server, lost="no cluster page, metrics or `gpumgr why`; pods are still scheduled")
-        serving = await run_until(stop.wait(), asyncio.shield(daemons))
+
+    servers = [verbs, web_server] if hami_webhook is None else [verbs, web_server, hami_webhook]
+    await serve(stop, start, servers, daemons, leadership, (server, lease_server))
+
+
+async def serve(
+    stop: asyncio.Event,
+    start: Callable[[], Awaitable[None]],
+    servers: Sequence[HttpServer],
+    daemons: Iterable[Coroutine[Any, Any, object]],
+    leadership: Leadership | None,
+    clients: Iterable[ApiServer],
+) -> None:
+    """Runs until `stop` is set or a daemon fails. `start` starts the `servers`. The Lease is renewed until the last request has ended."""
+    leading = [leadership.run()] if leadership is not None else []
+    running = asyncio.create_task(_together(*daemons, *leading))
+    try:
+        await start()
+        serving = await run_until(stop.wait(), asyncio.shield(running))
         if not serving.cancelled():
             serving.result()
     finally:
-        servers = [verbs, web_server] if hami_webhook is None else [verbs, web_server, hami_webhook]
-        await asyncio.gather(*(each.stop() for each in servers))  # the Lease is renewed until the last request has ended
-        daemons.cancel()
-        await asyncio.wait([daemons])
+        await asyncio.gather(*(each.stop() for each in servers))
+        running.cancel()
+        await asyncio.wait([running])
         if leadership is not None:
             await leadership.release()
-        for each in (server, lease_server):
+        for each in clients:
             await each.close()
 
 
@@ -175,7 +190,7 @@ async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 
 
-async def run_together(*daemons: Coroutine[Any, Any, object]) -> None:
+async def _together(*daemons: Coroutine[Any, Any, object]) -> None:
     async with asyncio.TaskGroup() as group:
         for daemon in daemons:
             group.create_task(daemon)

@@ -40,8 +40,8 @@ async def test_claims_of_bound_pods_are_forgotten_though_no_quota_is_decided() -
         clock.now = float(number)
         pods = [unbound(f"p{number}", f"c{number}"), unbound(f"q{number}", "shared")]
         for pod in pods:
-            watches._unbound_changed(None, pod)
-            watches._unbound_changed(pod, None)
+            watches._pod_changed(None, pod)
+            watches._pod_changed(pod, None)
     assert len(watches._left) == 20
 
 
