@@ -1,4 +1,4 @@
-"""Compatibility with gpu-manager and HAMi: their interfaces, and the migration of a node from one of them to gpumgr.
+"""Compatibility with gpu-manager and HAMi: their interfaces, and plans for the migration of a node to gpumgr.
 
-A migration plan has the changes, their order and the way back. It only names the commands that delete or stop something.
+A plan only prints the commands that delete or stop something; an operator runs them.
 """

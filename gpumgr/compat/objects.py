@@ -1,7 +1,6 @@
-"""Reads Kubernetes objects as kubectl prints them: JSON or YAML, one object, several, or a List. The parts that are read are validated
-once.
+"""Reads Kubernetes objects as kubectl prints them: JSON or YAML, one object, several, or a List.
 
-The files are not trusted: what is read from a text is never much larger than the text.
+The text is not trusted: the objects are never much larger than the text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,12 +51,11 @@ class KubernetesContainer(msgspec.Struct):
 
     @property
     def words(self) -> list[str]:
-        """The parts of the command line that the object contains."""
+        """The part of the command line that the object contains; the image may add more."""
         return [*self.command, *self.args]
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment variables with literal values."""
         return {each.name: each.value for each in self.env if each.name is not None and each.value is not None}
 
 
@@ -100,8 +98,6 @@ class ConfigMap(Named):
 
 
 class KubernetesWorkload(Named):
-    """An object with containers."""
-
     @property
     def pod_spec(self) -> PodSpec:
         raise NotImplementedError
@@ -125,8 +121,6 @@ class _WorkloadSpec(msgspec.Struct):
 
 
 class _Templated(KubernetesWorkload):
-    """An object with a pod template."""
-
     spec: _WorkloadSpec = msgspec.field(default_factory=_WorkloadSpec)
 
     @property
@@ -202,9 +196,9 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
 
 
 def read_documents(text: bytes | str) -> list[Any]:
-    """All non-empty documents of a text. JSON, which is also YAML, is tried first, since parsing it takes a hundredth of the time.
+    """All non-empty documents of a text. JSON is tried first, because parsing it takes a hundredth of the time.
 
-    Raises InputError with the reason only; the caller knows the name of the text.
+    Raises InputError without the name of the text, which the caller adds.
     """
     try:
         return decode_yaml(text, max_bytes=_MAX_BYTES)

@@ -18,12 +18,10 @@ from gpumgr.settings.schema import flat, plain, sections
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings` maps dotted keys to YAML values; only settings that differ from the defaults are in it. The other fields are lines of
-    text. The lines of `stop`, `start`, `rollback` and `clean_up` are commands in order; a comment follows "#". Values from files are
-    quoted in the commands.
+    """`settings`: dotted key -> YAML value, only where it differs from the default. `pods`: the consequence for each container. `notes`:
+    what has no counterpart or works differently. `warnings`: what prevents the migration now.
 
-    `pods`: the consequence for each container. `notes`: what has no counterpart or works differently. `warnings`: what prevents the
-    migration at present.
+    `stop`, `start`, `rollback` and `clean_up` are shell commands in order, with values from files quoted and comments after "#".
     """
 
     settings: Mapping[str, object]
@@ -36,7 +34,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     clean_up: tuple[str, ...] = ()
 
     def written(self, write: Callable[[str], str]) -> "Plan":
-        """The plan with each line transformed by `write`."""
         lines: dict[str, Any] = {name: tuple(map(write, getattr(self, name))) for name in _TITLES}
         return replace(self, **lines)
 
@@ -60,7 +57,7 @@ _TITLES: Final[Mapping[str, str]] = {
 
 
 def text_of(plan: Plan, to: str) -> str:
-    """The plan as text; `to` is the settings file that step 2 writes."""
+    """`to`: the settings file that step 2 writes."""
     return "\n\n".join(_parts(plan, to)) + "\n"
 
 
@@ -97,7 +94,6 @@ def stop_commands(node: str) -> Iterator[str]:
 
 
 def label_command(node: str, labels: Mapping[str, str], *, remove: bool = False) -> str:
-    """The command that adds the labels to the node, or removes them."""
     changes = (f"{key}-" if remove else f"{key}={value}" for key, value in labels.items())
     return f"kubectl label node {quote(node)} {' '.join(map(quote, changes))}"
 
@@ -128,8 +124,7 @@ def settings_yaml(values: Mapping[str, object]) -> str:
 
 
 def write_settings(path: Path, text: str) -> Literal["written", "unchanged"]:
-    """Creates the file, and missing folders above it. Raises InputError if the file cannot be written, or if a file with other content
-    exists; that file is kept."""
+    """Creates the file and missing folders above it. Raises InputError if it can't be written, or if it exists with other content."""
     try:
         with contextlib.suppress(FileNotFoundError):
             if path.read_text(encoding="utf-8") == text:

@@ -1,10 +1,8 @@
-"""gpu-manager's view of the node, for programs that were written for it: messages as JSON data, and the gRPC service display.GPUDisplay.
+"""gpu-manager's gRPC service display.GPUDisplay, for programs that were written for it. gpumgr's HTTP pages with gpu-manager's paths (such
+as /usage) have the same answers.
 
-Source of the shapes: proto/display/api.proto, as grpc-gateway v1 writes it. Fields have the names in that file. Fields that are zero or
-empty are left out, but not entries of maps and lists. An answer without any entry is {}.
-
-The service listens on gpu-manager's unix socket, and has the same answers as gpumgr's HTTP pages with gpu-manager's paths (such as /usage),
-computed from memory. Only old programs use the socket, so the agent also runs if it can't make the socket.
+Source of the messages: proto/display/api.proto, in the JSON form of grpc-gateway v1. Fields that are zero or empty are left out, but not
+entries of maps and lists.
 """
 
 import errno
@@ -36,7 +34,7 @@ Message = dict[str, Any]
 
 
 def graph_message(text: str) -> Message:
-    """GraphResponse: `text` is the tree of the GPUs' topology."""
+    """GraphResponse. `text`: the tree of the GPUs' topology."""
     return _filled({"graph": text})
 
 
@@ -46,11 +44,11 @@ def version_message(version: str) -> Message:
 
 
 def usage_message(report: NodeReport, pods: Pods) -> Message:
-    """UsageResponse: the use of GPUs by pod and container.
+    """UsageResponse: the use of GPUs by pod and container, {} while the driver does not answer.
 
-    A pod's key is its UID in the API server (for a static pod, the mirror pod's UID), or "namespace/name" if the UID is unknown; a pod
-    without either is left out. The key of a container without a known name is its allocation's id. An init container is listed only while
-    it has a process, and a GPU only while the driver lists it, as with gpu-manager.
+    A pod's key is its UID in the API server (for a static pod the mirror pod's), else "namespace/name"; a pod with neither is left out. A
+    container without a known name has its allocation's id. As in gpu-manager, an init container is listed only while it has a process, and
+    a GPU only while the driver lists it.
     """
     if report.use is None or not report.nvml_up:
         return {}  # the last numbers are outdated
@@ -114,7 +112,7 @@ def _device(use: ContainerUse, gpu: Gpu) -> Message:
 
 
 def _short(number: float) -> float:
-    """Rounded to 4 decimal places; a whole number as an int."""
+    """Rounded to 4 decimal places; whole numbers as int."""
     rounded = round(number, 4)
     return int(rounded) if rounded == int(rounded) else rounded
 
@@ -132,15 +130,12 @@ Answer = TypeVar("Answer", GraphResponse, UsageResponse, VersionResponse)
 
 
 class GpuDisplay:
-    """The service object."""
-
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Calls of PrintGraph and PrintUsages call
-        them, on the event loop."""
+        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Each call of the service calls them, on the
+        event loop."""
         self._graph, self._usage, self._version = graph, usage, version
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in the form that grpclib requires."""
         answers: dict[str, Callable[[], object]] = {
             "PrintGraph": lambda: answer_of(GraphResponse, graph_message(self._graph())),
             "PrintUsages": lambda: answer_of(UsageResponse, self._usage()),
@@ -152,7 +147,6 @@ class GpuDisplay:
 
 
 def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
-    """The generated message from plain data, such as the result of `usage_message`."""
     answer: Answer = message_type().from_dict(message)
     return answer
 
@@ -166,9 +160,9 @@ def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
 
 
 class DisplayServer:
-    """Serves `display` at `path`, between `start` and `stop`, once. Create it inside the event loop.
+    """Serves `display` on the unix socket `path`, once. Create it inside the event loop.
 
-    The answers name every pod on the node, so only root may connect (gpu-manager sets no mode: its umask decides).
+    Only root may connect, because the answers name every pod on the node. (In gpu-manager the umask decides.)
     """
 
     def __init__(self, path: Path, display: GpuDisplay) -> None:
@@ -177,8 +171,8 @@ class DisplayServer:
         self._socket = UnixSocket(path)
 
     async def start(self) -> bool:
-        """Makes the folder, binds and listens; returns whether it listens. An abandoned socket is replaced. If another process
-        listens there, or no socket can be made, it logs a warning."""
+        """Returns whether it listens; if not, it has logged a warning and the agent runs without this service. An abandoned socket is
+        replaced."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             await self._server.start(sock=self._socket.bind(), backlog=_BACKLOG)
@@ -196,7 +190,6 @@ class DisplayServer:
         return True
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
-        """Lets running calls end, disconnects the clients, and removes the socket unless another process replaced it. May be called
-        at any time."""
+        """Lets running calls end, disconnects clients, and removes the socket if it is still this one. May be called at any time."""
         self._socket.remove()
         await self._server.drain(grace_seconds)

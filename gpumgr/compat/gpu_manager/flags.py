@@ -1,8 +1,8 @@
-"""Translates gpu-manager's command line: each flag sets one of gpumgr's settings, has no effect here, or is refused with a reason.
+"""Translates gpu-manager's command line to gpumgr's settings.
 
 flag                          here
 ----------------------------  ----------------------------------------------------------------------------------------------
---driver                      `nvidia` is accepted; `dummy` and others are refused (`--sim` has nodes without GPUs)
+--driver                      `nvidia` is accepted; `dummy` and others are refused
 --extra-config                reads the JSON: `default`.devices -> container.extra_devices; gpu-manager never used other names
 --volume-config               reads the JSON: folders of the volumes -> container.driver_share_dir, container.driver_whole_dir
 --query-port, --query-addr    http.port, http.address
@@ -12,15 +12,15 @@ flag                          here
 --hostname-override           node.name (empty: this host's name)
 --virtual-manager-path        container.allocation_dir
 --device-plugin-path          kubelet.device_plugin_dir (empty: the kubelet's default)
---checkpoint-path             checkpoint.gpu_manager_checkpoint: the file in that folder, read once for migration
+--checkpoint-path             checkpoint.gpu_manager_checkpoint: the file in that folder
 --share-mode                  placement.share_mode (gpu-manager's default is off, gpumgr's is on)
 --v                           log.level: debug from 4 on, else info
---allocation-check-period     no effect: the interval is fixed, a few seconds
+--allocation-check-period     no effect
 --container-runtime-endpoint  cri.socket
---cgroup-driver               no effect: the cgroup of a process is read from the kernel
---runtime-request-timeout     no effect: calls of the container runtime have a fixed timeout
---wait-timeout                no effect: the agent probes its own sockets and retries
---logtostderr and klog's      no effect: the log always goes to stderr
+--cgroup-driver               no effect
+--runtime-request-timeout     no effect
+--wait-timeout                no effect
+--logtostderr and klog's      no effect
 --addr                        display.socket: gpu-manager's packaged configuration has it, gpu-manager itself does not
 --version                     refused: `gpumgr --version`
 
@@ -42,13 +42,12 @@ T = TypeVar("T")
 
 
 class GpuManagerFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a gpu-manager command line. `notes` are sentences for the log about flags without effect."""
+    """`notes`: sentences for the log, about flags without effect."""
 
     overrides: Mapping[str, object] = msgspec.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-#: Receives a flag, with its dashes, and the flag's text.
 _Rule = Callable[[str, str], GpuManagerFlags]
 
 
@@ -66,8 +65,7 @@ class _ExtraDevices(msgspec.Struct):
 
 
 def parse_gpu_manager_flags(argv: Sequence[str]) -> GpuManagerFlags:
-    """Translates the flags. Raises SettingsError for an unknown or refused flag or a wrong value, InputError for a file that can't be
-    read."""
+    """Raises SettingsError for an unknown or refused flag or a wrong value, InputError for a file that can't be read."""
     overrides: dict[str, object] = {}
     notes: list[str] = []
     for flag, text in split_flags(argv):
@@ -126,7 +124,7 @@ def _driver(flag: str, text: str) -> GpuManagerFlags:
 
 
 def _node_labels(flag: str, text: str) -> GpuManagerFlags:
-    """As in gpu-manager, invalid items cause a warning, and the node gets the other labels."""
+    """Ignores invalid items with a note, as gpu-manager does with a warning."""
     key = "kubernetes.node_labels"
     items = [item for item in text.split(",") if item]
     usable = [item for item in items if item.startswith(_MODEL_LABEL) or all(item.partition("=")[::2])]
@@ -191,7 +189,7 @@ def _read_json(flag: str, path: Path, kind: type[T], wanted: str) -> T:
 
 
 _STDERR: Final = "gpumgr logs to stderr; log.level and log.format configure the log"
-#: The value of this label is read from the driver; the value in the flag is ignored.
+#: The agent reads the value of this label from the driver and ignores the value in the flag.
 _MODEL_LABEL: Final = "gaia.tencent.com/gpu-model="
 
 _RULES: Final[Mapping[str, _Rule]] = {

@@ -1,8 +1,8 @@
-"""gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and in MiB, requests in GPUs and in MiB.
+"""gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and MiB, requests in GPUs and MiB.
 
-Source: gpu-manager's display service. The gauges of use have a series for each GPU and one called `total`, the gauges of requests only
-`total`. If a pod requests GPUs, each of its containers except init containers is in the gauges of requests, with 0 if it requests none. If
-a request names no memory, its series has the memory that was granted.
+Source: gpu-manager's display service. Use has a series for each GPU and one called `total`; requests have only `total`. Each container of a
+pod that requests GPUs has a request, 0 if it requests none; init containers have no series. A request without memory counts with the
+memory that was granted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,6 @@ from gpumgr.placement.pods import PodKey, PodView
 #: Labels of every series, before the label of the GPU.
 HOLDER_LABELS: Final = ("pod_name", "namespace", "node", "container_name")
 
-#: A pod and its container.
 Holder = tuple[PodKey, str]
 
 
@@ -33,7 +32,7 @@ _MEMORY_REQUESTED: Final = _family("container_request_gpu_memory", "request of g
 
 
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str) -> Iterator[RenderedFamily]:
-    """`pods` are the known pods of the node; other pods with an allocation are in the ledger."""
+    """`pods`: the known pods of the node. Pods that only the ledger has are included."""
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node)
     gpus: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
@@ -46,7 +45,7 @@ def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str
 
 
 def _holder(allocation: Allocation) -> Holder | None:
-    """The allocation's pod and container; None if gpu-manager has no series for it, or the pod is not known yet."""
+    """The allocation's pod and container; None for an init container, or while they are not known."""
     if allocation.init or allocation.pod is None or allocation.container is None:
         return None
     return allocation.pod, allocation.container
@@ -73,7 +72,6 @@ def _used(report: NodeReport, ended: set[PodKey], node: str) -> Iterator[Rendere
 
 
 def _add(series: dict[str, float | None], labels: str, value: float | None) -> None:
-    """Adds to the sum in `series`. A sum with an unknown part is unknown."""
     before = series.get(labels, 0)
     series[labels] = None if value is None or before is None else before + value
 
@@ -95,8 +93,7 @@ def _requested(report: NodeReport, pods: Sequence[PodView]) -> Mapping[Holder, t
 
 
 def _granted(report: NodeReport) -> Mapping[Holder, tuple[int, int]]:
-    """What each container was granted: cores, and MiB (for a whole GPU, its memory). If two pods had the same name, the later one
-    counts."""
+    """What each container was granted: cores, and MiB (for a whole GPU, its memory)."""
     ledger = report.view.ledger
     size_of = {gpu.name: gpu.memory_mebibytes for gpu in ledger.gpu_registry.gpus}
     size_of |= {name: gpu.memory_mebibytes for name, gpu in report.view.inventory.gpus(ledger.gpu_registry).items()}

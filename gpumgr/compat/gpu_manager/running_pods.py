@@ -1,6 +1,6 @@
-"""Takes gpu-manager's running pods into the ledger, before any device is offered.
+"""Takes the pods that run with GPUs from gpu-manager into the ledger, before the agent offers any device.
 
-gpu-manager's device ids do not name a GPU; its checkpoint says which container holds which GPUs:
+gpu-manager's device ids do not name a GPU, so its checkpoint is read, which maps containers to GPUs:
 {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
 """
 
@@ -30,7 +30,6 @@ from gpumgr.settings.profile import inner_names
 
 log = structlog.get_logger(__name__)
 
-#: The most containers that a message names.
 _NAMED: Final = 5
 REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
@@ -39,17 +38,14 @@ REMEDY: Final = (
 
 
 class TakeOver:
-    """Migrates gpu-manager's running pods.
+    """Migrates the records of gpu-manager's checkpoint to the ledger, even if the driver lists their GPUs late. Records of ended pods are
+    skipped.
 
-    The device ids of these pods name no GPU; only gpu-manager's own checkpoint maps its containers to GPUs. Its records are written to the
-    ledger before their GPUs are offered, even if the driver lists a GPU late. A record is skipped if its pod is not in the kubelet's
-    checkpoint, or if the API server has no such pod or reports that it has ended.
+    No device is offered while a container runs with ids of gpu-manager and no record names its GPU, because that GPU could be granted
+    twice. The agent offers devices when these containers have ended, or after a restart with a readable file.
 
-    While the kubelet lists a running container with such ids, and no record names its GPU, no device is offered: that GPU could be granted
-    twice. This ends when these containers have ended, or after a restart with a readable file.
-
-    `remember` saves that the migration is finished; it may raise CheckpointError. It is None if an earlier process finished the migration:
-    then there is work only if gpu-manager has run again. `clock` is monotonic, in seconds.
+    `remember` saves that the migration is finished; it may raise CheckpointError. None: an earlier process has finished the migration, so
+    there is work only if gpu-manager has run again. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -68,25 +64,23 @@ class TakeOver:
         self._names = inner_names(settings)
         self._agent_state, self._reconciler, self._admission, self._pods = agent_state, reconciler, admission, pods
         self._remember, self._wait_synced, self._clock = remember, wait_synced, clock
-        #: The records of gpu-manager's file when it was last read successfully.
         self._records: Sequence[AnonymousRecord] | None = None
         #: Records that are in the ledger or can never be in it.
         self._tried: set[AnonymousRecord] = set()
-        #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt.
+        #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt (`_state`).
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
-        #: Whether no record waits, whether devices may be offered, and whether the list of pods was waited for.
+        #: Whether no record waits, whether devices may be offered, and whether the agent has waited for the list of pods.
         self._taken = self._free = self._waited = False
-        #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list yet.
+        #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list.
         self._pending = True
         self._unreadable: str | None = None
         self._logged: tuple[str, ...] = ()
-        #: The entries of the kubelet's file when it was last read successfully.
         self._entries: Sequence[CheckpointEntry] | None = None
         self._absent_since: dict[tuple[str, str], float] = {}
 
     async def before_offer(self) -> None:
-        """Takes the records over. Call it whenever the driver has listed GPUs, before these are offered, with the agent state's lock."""
+        """Takes the records over. Call it each time the driver has listed GPUs, before they are offered, with the agent state's lock."""
         if self._pending:
             self._pending = False
             try:
@@ -96,7 +90,7 @@ class TakeOver:
                 self._pending = True
 
     async def held_back_by(self) -> str | None:
-        """The reason why no device may be offered yet, with a remedy; None if devices may be offered from now on.
+        """Why no device may be offered yet, with a remedy; None if devices may be offered from now on.
 
         Also takes over what gpu-manager has written since the last call.
         """
@@ -125,9 +119,9 @@ class TakeOver:
             await self._wait_synced()
 
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
-        """The containers with GPUs that are neither in the ledger nor in `records`.
+        """The containers with GPUs from gpu-manager that are neither in the ledger nor in `records`.
 
-        A record that is not in the ledger counts here only if the driver lists none of its GPUs, which are then not offered anyway.
+        `records` count only if the driver lists none of their GPUs, because such GPUs are not offered anyway.
         """
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
@@ -135,7 +129,7 @@ class TakeOver:
         return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
 
     async def _read(self) -> Sequence[AnonymousRecord] | None:
-        """Reads the kubelet's file and, if it is needed, gpu-manager's file. None: gpu-manager's file could not be read yet."""
+        """Reads the kubelet's checkpoint and, if needed, gpu-manager's. None: gpu-manager's could not be read yet."""
         self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
         if self._remember is None and not self._waiting and not self._left(()):
             return ()
@@ -164,10 +158,10 @@ class TakeOver:
         await self._note()
 
     async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
-        """The records of pods that have not ended, as far as the kubelet's file and the API server show.
+        """The records of pods that have not ended, as far as the kubelet's checkpoint and the API server show.
 
-        The kubelet's file still lists ended pods. After the migration, a record therefore counts only if its container is not in the
-        ledger and is shown to run.
+        The kubelet's checkpoint may still list ended pods. After the migration, a record therefore counts only if its container is not in
+        the ledger and runs.
         """
         await self._wait_for_pods()
         uids = pods_with_devices(self._entries)
@@ -178,16 +172,15 @@ class TakeOver:
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
 
     def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
-        """The input of an attempt with these records: an attempt with equal input has the same result. Once devices are offered, the input
-        has no ledger, since new grants only reduce the free capacity."""
+        """The input of an attempt with these records; an equal input gives the same result. Once devices are offered the ledger is not part
+        of it, because new grants only reduce the free capacity."""
         agent_state = self._agent_state
         return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
 
     async def _place(self, records: Sequence[AnonymousRecord]) -> int:
         """Adds the records to the ledger and returns how many were added.
 
-        gpumgr's own pods are adopted first, since the kubelet has fixed their ids (after a loss of the ledger only the kubelet lists
-        them), while gpu-manager's pods get free ids.
+        gpumgr's own pods are adopted first, because the kubelet has fixed their ids, while gpu-manager's pods may get any free ids.
         """
         reconciler = self._reconciler
         await reconciler.adopt_locked(ours_of(self._entries or ()))
@@ -202,7 +195,7 @@ class TakeOver:
         return len(rebuilt.added)
 
     async def _note(self) -> None:
-        """Saves that the migration is finished, unless the kubelet's file is unreadable: the next start may be able to read it."""
+        """Saves that the migration is finished. If the kubelet's checkpoint is unreadable, the next start must try again."""
         if self._remember is None or not (self._taken and self._free) or self._entries is None:
             return
         try:
@@ -211,14 +204,14 @@ class TakeOver:
             log.error("not_taken_over", error=str(error))
 
     def _gone(self, uid: str) -> bool:
-        """Whether the pod has ended, or does not exist, as the API server reports."""
+        """Whether the API server shows that the pod has ended or does not exist."""
         view = find_pod(self._pods, None, uid)
         return view.ended if view is not None else self._pods.synced
 
     async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
-        """The containers of `left` that have not ended, with the names of their pods. The caller holds the agent state's lock.
+        """The containers of `left` that have not ended, with their pods' names. The caller holds the agent state's lock.
 
-        The kubelet's file still lists ended pods, and for INCOMPLETE_SECONDS after its start the kubelet's PodResources API lacks running
+        The kubelet's checkpoint still lists ended pods, and for INCOMPLETE_SECONDS after the kubelet's start PodResources lacks running
         ones. A container has therefore ended if both PodResources and the API server lack it. If one of them is unavailable, the other
         must lack it for INCOMPLETE_SECONDS.
         """
@@ -241,7 +234,7 @@ class TakeOver:
         return running
 
     def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
-        """The reason for the node's condition, which names the first containers. The log event, written once, names all of them."""
+        """The text for the node's condition, which names only some containers. The log event, written once, names all."""
         problem = (
             f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
             "this is known, since the same GPU could be granted twice"
@@ -253,7 +246,7 @@ class TakeOver:
 
 
 def listed(holders: Mapping[tuple[str, str], PodKey | None]) -> str:
-    """The first of these containers as text, with their pods' names, or else their UIDs."""
+    """The first of these containers as text. A pod without a known name appears with its UID."""
     texts = list(_texts(holders))
     return ", ".join(texts[:_NAMED]) + (f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else "")
 
@@ -264,7 +257,6 @@ def _texts(holders: Mapping[tuple[str, str], PodKey | None]) -> Iterator[str]:
 
 
 def _holders_shown(listing: Listing) -> Mapping[str, PodKey]:
-    """Device id of one of gpumgr's resources -> the pod that holds it."""
     return {
         device_id: pod
         for pod in listing.pods
@@ -292,10 +284,9 @@ class _Document(msgspec.Struct, rename={"pods": "PodGPUMapping"}):
 
 
 def read_gpu_manager_checkpoint(path: Path) -> tuple[AnonymousRecord, ...]:
-    """The records, sorted by pod and container; empty if the file is missing or has no records.
+    """The records, sorted by pod and container; empty if the file is missing or has none. Raises InputError.
 
-    Null maps count as empty ones, and device paths that name no GPU are skipped, as gpu-manager itself does at its start.
-    Raises InputError for a file that can't be read or parsed.
+    As in gpu-manager, null maps count as empty, and device paths that name no GPU are skipped.
     """
     try:
         document = decode_json(path.read_bytes(), _Document)
@@ -322,6 +313,5 @@ def read_gpu_manager_checkpoint(path: Path) -> tuple[AnonymousRecord, ...]:
 
 
 def _minors(devices: Iterable[str]) -> tuple[int, ...]:
-    """The minor numbers in the order of the file, without duplicates."""
     found = (_DEVICE.fullmatch(device) for device in devices)
     return tuple(dict.fromkeys(int(match[1]) for match in found if match))

@@ -1,9 +1,8 @@
-"""Plans the move of a node from gpu-manager to gpumgr. Pure, but it reads gpu-manager's process and the files that its flags name.
+"""Plans the move of a node from gpu-manager to gpumgr. The plan needs gpu-manager's flags: from a text, from the running process, or from
+the manifest of its DaemonSet.
 
-The flags are read from a text, from the running process, or from the manifest of gpu-manager's DaemonSet (source for its image:
-build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5).
-
-gpumgr reads gpu-manager's checkpoint once, at its first start, and never writes it. Running containers keep their GPUs until they end.
+Source for the flags of its image: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5. gpumgr reads gpu-manager's checkpoint
+once, at its first start, and never writes it, so running containers keep their GPUs and a way back exists.
 """
 
 import os
@@ -37,7 +36,7 @@ _FILES: Final = ("extra-config", "volume-config")
 
 
 class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The DaemonSet of gpu-manager. `selector`: the labels of the nodes on which it runs."""
+    """gpu-manager's DaemonSet. `selector`: the labels of the nodes on which it runs."""
 
     namespace: str = "kube-system"
     name: str = "gpu-manager-daemonset"
@@ -45,9 +44,9 @@ class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """`flags` are (name, text); later ones override earlier ones. `root`: the folder where gpu-manager's file system is visible from
-    here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid`: of the running process; None: it was
-    not looked for, or not found."""
+    """`flags`: (name, text); a later one overrides an earlier one of the same name. `root`: where gpu-manager's file system is visible from
+    here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid` None: no running process was looked for
+    or found."""
 
     flags: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
 
     def argv(self) -> tuple[list[str], list[str]]:
-        """Arguments for gpumgr's parser of gpu-manager flags, with file paths as they are visible from here; and notes."""
+        """(arguments for `parse_gpu_manager_flags`, notes). File paths are as visible from here."""
         notes, argv = list(self.notes), []
         for name, text in self.flags:
             path = self.root / text.lstrip("/")
@@ -72,14 +71,13 @@ class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def from_text(text: str) -> GpuManagerCommand:
-    """`text` is a command line, with or without the program. Raises SettingsError, or InputError for unbalanced quotes."""
+    """`text`: a command line, with or without the program. Raises SettingsError, or InputError for unbalanced quotes."""
     words = _words(text)
     return GpuManagerCommand(flags=tuple(split_flags(words[1:] if words and not words[0].startswith("-") else words)))
 
 
 def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
-    """The gpu-manager that runs on this host; None if no readable process is gpu-manager. Raises SettingsError for flags that gpu-manager
-    does not accept."""
+    """The gpu-manager that runs on this host; None if no readable process is gpu-manager. Raises SettingsError for unknown flags."""
     for entry in sorted(os.listdir(proc_root)):
         if not entry.isdigit():
             continue
@@ -99,8 +97,7 @@ def from_process(proc_root: Path = Path("/proc")) -> GpuManagerCommand | None:
 
 
 def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
-    """The flags of gpu-manager's DaemonSet or pod in a manifest; None if the objects contain neither. Raises SettingsError,
-    InputError."""
+    """The flags of gpu-manager's DaemonSet or pod; None if the objects contain neither. Raises SettingsError, InputError."""
     for workload in of_type(objects, KubernetesWorkload):
         for container in workload.pod_spec.all_containers:
             words = _command_words(container)
@@ -116,7 +113,7 @@ def from_objects(objects: Sequence[Object]) -> GpuManagerCommand | None:
 
 
 def _command_words(container: KubernetesContainer) -> list[str] | None:
-    """The flags of gpu-manager in the container's command; None if the container runs another program."""
+    """gpu-manager's flags in the container's command; None if the container runs another program."""
     given = container.words
     for number, word in enumerate(given):
         if PurePosixPath(word).name == PROGRAM:
@@ -127,8 +124,7 @@ def _command_words(container: KubernetesContainer) -> list[str] | None:
 
 
 def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Flags with variables replaced by their values, and notes about flags that are left out because only the cluster knows their
-    values."""
+    """(flags with variables replaced, notes about flags that are left out because the manifest lacks the variable's value)."""
     argv: list[str] = []
     notes: list[str] = []
     for word in words:
@@ -154,10 +150,9 @@ _DOCKERSHIM: Final = "dockershim"
 
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if the checkpoint names no pod (see
-    gpumgr.kubelet.records.pods_with_devices). `holders`: containers with ids of gpu-manager, according to the
-    kubelet. `names`: UID -> pod. `answering`: sockets of gpu-manager that accept connections. `registered`: resource -> number of ids
-    that the kubelet has."""
+    """What was found on the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it names no pod. `holders`:
+    the containers that have ids of gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that
+    accept connections. `registered`: resource -> how many ids the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -170,8 +165,8 @@ class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
-    """Plans the move; `to` is the settings file to write. Raises SettingsError for flags that gpumgr refuses, and InputError if a file that
-    a flag names cannot be read."""
+    """`to`: the settings file that the plan writes. Raises SettingsError for flags that gpumgr refuses, and InputError if a file that a
+    flag names can't be read."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)

@@ -1,7 +1,7 @@
-"""The part of HAMi's configuration that gpumgr has an equivalent for. Pure.
+"""Translates HAMi's configuration to gpumgr's settings, where an equivalent exists. Pure.
 
-Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of
-its DaemonSet, the flags of its scheduler.
+Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of its
+DaemonSet, the flags of its scheduler.
 """
 
 import json
@@ -22,7 +22,7 @@ from gpumgr.settings.tree import legible
 
 _DEVICE_CONFIG: Final = "device-config.yaml"
 _NODE_CONFIG: Final = "config.json"
-#: Keys of device-config.yaml and config.json, in lower case -> the setting with the same meaning for pods that keep HAMi's resources.
+#: Keys of device-config.yaml and config.json, in lower case -> the equivalent setting.
 _NAMES: Final = {
     "resourcecountname": "count_resource",
     "resourcememoryname": "memory_resource",
@@ -42,9 +42,8 @@ _REPLICA_SETTINGS: Final = {
     "libcudaloglevel": "hami_core.log_level",
     "operatingmode": "hami.operating_mode",
 }
-#: The section of the chart's values for the admission.
 _CHART: Final = "scheduler.admissionPolicies"
-#: Further keys: the value that needs no note, the key in its usual spelling, and the note for other values.
+#: Further keys, in lower case -> (the value that needs no note, the key as usually written, the note for other values).
 _NAMED: Final[Mapping[str, tuple[object, str, str]]] = {
     "filterdevices": (None, "filterdevices", "hides GPUs: run `gpumgr gpu cordon GPU` for each, once the agent runs"),
     "overwriteenv": (False, "overwriteEnv", f"hides GPUs from other containers: set the chart's value {_CHART}.hamiHideGpus"),
@@ -76,23 +75,23 @@ _FLAGS: Final = (
     "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
     "vcuda.driver_roots, --device-list-strategy enforcement.injection, --kubelet-socket kubelet.device_plugin_dir"
 )
-#: The most characters of a value in a note: enough for the UUIDs of a node's GPUs.
+#: The most characters of a value in a note, enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
-#: Default folder of HAMi's library and its containers' folders; HOOK_PATH overrides it.
+#: HAMi's default folder for its library and for containers; HOOK_PATH overrides it.
 _HOOK_PATH: Final = Path("/usr/local")
 
 
 class _File(msgspec.Struct):
-    """device-config.yaml has `nvidia`, config.json has `nodeconfig`."""
+    """device-config.yaml has `nvidia`; config.json has `nodeconfig`."""
 
     nvidia: dict[str, Any] | None = None
     nodeconfig: list[dict[str, Any]] | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings` by dotted keys; `replica_settings`: the settings for pods that keep HAMi's resources. `selector`: the labels that a node
-    needs for HAMi's plugin, empty if they are not known. `library_dir`: the folder of HAMi's library on the host."""
+    """`settings`, `replica_settings`: by dotted keys; the latter are for pods that keep HAMi's resources. `selector`: the labels that a
+    node needs for HAMi's plugin, empty if not known. `library_dir`: the folder of HAMi's library on the host."""
 
     settings: Mapping[str, object]
     replica_settings: Mapping[str, object]
@@ -103,7 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
-    """Reads ConfigMaps and workloads among the objects; without them HAMi's defaults apply. Raises InputError for an invalid object."""
+    """Uses the ConfigMaps and workloads among the objects, and HAMi's defaults without them. Raises InputError for an invalid object."""
     both = dict(_merged(objects, node))
     container, selector = _plugin(objects)
     plugin = container.environment
@@ -151,7 +150,7 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mig_profiles(config: Mapping[str, Any]) -> Sequence[str]:
-    """The names of profiles; other values are ignored. HAMi has a list for each model; a GPU ignores profiles of other models."""
+    """The names of all allowed profiles; each GPU ignores profiles of other models."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
     listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]
@@ -159,8 +158,7 @@ def _mig_profiles(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
-    """The block `nvidia`, changed by the entry of config.json for this node. HAMi ignores the case of keys in both, so the keys here are
-    lower-case."""
+    """The block `nvidia`, overridden by this node's entry in config.json. Keys are lower-case, because HAMi ignores their case."""
     nvidia = (file.nvidia for file in _files(objects, _DEVICE_CONFIG) if file.nvidia is not None)
     entries = (each for file in _files(objects, _NODE_CONFIG) for each in file.nodeconfig or () if each.get("name") == node)
     blocks = next(nvidia, {}), next(entries, {})
@@ -182,7 +180,6 @@ def _files(objects: Sequence[Object], name: str) -> Iterator[_File]:
 
 
 def _resources(config: Mapping[str, Any]) -> ReplicaResources:
-    """The names of HAMi's resources, and the unit of memory."""
     names: dict[str, Any] = {key: name for given, key in _NAMES.items() if (name := config.get(given)) and isinstance(name, str)}
     factor = config.get("memoryfactor")
     return ReplicaResources(**names, memory_factor=factor if isinstance(factor, int) and factor > 1 else 1)
@@ -193,7 +190,6 @@ def _containers(objects: Sequence[Object]) -> Iterator[tuple[KubernetesWorkload,
 
 
 def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str, str]]:
-    """Container and nodeSelector of the device plugin's DaemonSet."""
     for workload, container in _containers(objects):
         if workload.kind == "DaemonSet" and "hami" in container.image and container.name == "device-plugin":
             return container, workload.pod_spec.node_selector
@@ -201,7 +197,7 @@ def _plugin(objects: Sequence[Object]) -> tuple[KubernetesContainer, Mapping[str
 
 
 def _policy(objects: Sequence[Object]) -> str | None:
-    """The GPU policy of HAMi's scheduler; None if the scheduler is not among the objects. The scheduler's default is spread."""
+    """The GPU policy of HAMi's scheduler, by default spread; None if the scheduler is not among the objects."""
     for _, container in _containers(objects):
         if given := [word.partition("=")[2] for word in container.words if word.startswith(f"{_POLICY}=")]:
             return given[0]
@@ -220,7 +216,7 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
 
 
 def _shown(value: object) -> str:
-    """The beginning of the value as JSON, or as Python text for YAML values that JSON does not have."""
+    """The beginning of the value as JSON; values that only YAML has appear as Python text."""
     try:
         return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
     except ValueError:  # a hexadecimal number of thousands of digits

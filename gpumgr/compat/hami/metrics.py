@@ -1,7 +1,7 @@
 """HAMi's gauges for its dashboards, under their new and their old names.
 
-Source: HAMi's vGPUmonitor and scheduler. All series have `zone="vGPU"`, and gauges with `_ratio` in their names go from 0 to 100. MIG
-devices, quotas, and what only HAMi's library in the container measures (the parts of used memory, when a kernel last ran) are not included.
+Source: HAMi's vGPUmonitor and scheduler. All series have `zone="vGPU"`; gauges named `_ratio` go from 0 to 100. MIG devices, quotas, and
+values that only HAMi's library measures are not included.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ _ON_GPU: Final = ("node", "device_uuid", "device_index", "device_type")
 _IN_CONTAINER: Final = ("namespace", "pod", "container", "vdevice_index", "device_uuid")
 _OF_POD: Final = ("namespace", "node", "pod", "container_index", "device_uuid")
 
-#: New label -> old label. In the series of pods the node's label has another old name.
+#: New label -> old label. In series of pods the node's label has another old name.
 _OLD_LABELS: Final = {
     "node": "nodeid",
     "device_index": "deviceidx",
@@ -37,14 +37,13 @@ _OLD_LABELS: Final = {
 }
 _OLD_LABELS_OF_POD: Final = {**_OLD_LABELS, "node": "nodename"}
 
-#: Label values.
 Values = tuple[str, ...]
 #: A series with the value None is left out.
 Series = Mapping[Values, float | None]
 
 
 def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> Iterator[RenderedFamily]:
-    """`pods` are the known pods of the node: only they have the index of a container in its pod."""
+    """`pods`: the known pods of the node. The gauges of pods need them for a container's index in its pod."""
     ledger = report.view.ledger
     shown = report.view.inventory.gpus(ledger.gpu_registry)
     labels = {name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()}
@@ -59,7 +58,6 @@ def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> It
 def _twins(
     new: str, old: str | None, about: str, labels: tuple[str, ...], series: Series, translation: Mapping[str, str] = _OLD_LABELS
 ) -> Iterator[RenderedFamily]:
-    """The family under its new name, and under its old name if it has one."""
     known = {values: value for values, value in series.items() if value is not None}
     for name, names in ((new, labels), (old, tuple(translation[label] for label in labels))):
         if name is not None:

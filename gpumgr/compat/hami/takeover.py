@@ -1,7 +1,7 @@
 """Plans how gpumgr replaces HAMi's device plugin on a node while pods run, and compares the result with the plan. Pure.
 
-The pods keep HAMi's resources. The agent adopts them at its start, with the GPUs that HAMi's scheduler chose
-(gpumgr.ledger.rebuild). Source of what containers request: HAMi 2.10, pkg/device/nvidia.
+The pods keep HAMi's resources and GPUs: the agent adopts them at its start (gpumgr.ledger.rebuild). Source of what containers request:
+HAMi 2.10, pkg/device/nvidia.
 """
 
 import re
@@ -41,9 +41,9 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class HamiState(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs. `objects`: of the API server. `answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders
-    on this host. `library`: path and SHA-256 of HAMi's library. `kubelet`: the containers (pod's UID, name) with GPUs of HAMi according
-    to the kubelet; None if not known."""
+    """`objects`: from the API server. `answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders on this
+    host. `library`: path and SHA-256 of HAMi's library. `kubelet`: containers (pod's UID, name) with GPUs of HAMi according to the
+    kubelet; None if not known."""
 
     node: str
     objects: Sequence[Object] = ()
@@ -54,12 +54,12 @@ class HamiState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def annotations(self) -> Mapping[str, str] | None:
-        """The node's annotations; None if its object was not given."""
+        """The node's annotations; None if its Node object was not given."""
         return next((n.metadata.annotations for n in of_type(self.objects, KubernetesNode) if n.metadata.name == self.node), None)
 
 
 def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
-    """Plans the take-over; `to` is the settings file to write. Raises SettingsError for HAMi's values that gpumgr's settings can't have."""
+    """`to`: the settings file that the plan writes. Raises SettingsError for values of HAMi that gpumgr's settings can't have."""
     running, problems = running_pods(config, found)
     return Plan(
         settings=differing({**config.settings, **config.replica_settings, "node.profile": "both"}),
@@ -73,7 +73,7 @@ def plan_take_over(config: Config, found: HamiState, *, to: Path) -> Plan:
             f"gpumgr migrate hami ... --to {quote(str(to))} --verify    # on the node, with the options of this call: compares the result",
         ),
         rollback=tuple(_rollback(config, found.node)),
-        # The node's annotations stay, since the agent writes them now; HAMi's scheduler may stay.
+        # The node's annotations stay, because the agent writes them now.
         clean_up=tuple(_remove_folders(found)),
     )
 
@@ -129,8 +129,8 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """The containers that the agent adopts, with the amounts that HAMi's scheduler chose, and the reasons why it can't adopt other
-    containers. GPUs are named by their UUIDs."""
+    """(containers that the agent adopts, reasons why it can't adopt others). An Allocation has the amounts that HAMi's scheduler chose, by
+    the GPU's UUID."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):
@@ -165,7 +165,7 @@ def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation]
 
 
 def _sums(gpus: Iterable[tuple[str, Amounts]]) -> Mapping[str, Amounts]:
-    """Adds the amounts for each GPU, since a container may have several MIG devices of one GPU."""
+    """Sums for each GPU, because a container may have several MIG devices of one GPU."""
     sums: dict[str, Amounts] = {}
     for uuid, amounts in gpus:
         sums[uuid] = sums.get(uuid, Amounts()) + replace(amounts, replicas=1)
@@ -179,7 +179,6 @@ def _text(gpus: Mapping[str, Amounts]) -> str:
 
 
 def specs(pod_spec: PodSpec, resources: ReplicaResources) -> list[ContainerSpec]:
-    """The containers of a pod, in the order in which the kubelet allocates, with what they request."""
     found: list[tuple[KubernetesContainer, ContainerKind]] = [
         (each, "sidecar" if each.restart_policy == "Always" else "init") for each in pod_spec.init_containers
     ]
@@ -236,7 +235,7 @@ def _misplaced(running: Sequence[Allocation], registered: Mapping[str, Registere
 
 
 def differences(running: Sequence[Allocation], ledger: Ledger) -> Iterator[str]:
-    """The differences between HAMi's pods and the containers that the agent has adopted."""
+    """How the containers that the agent has adopted differ from HAMi's pods."""
     registry = ledger.gpu_registry
     adopted = {(a.uid, a.container): a for a in ledger.allocations.values()}
     for each in running:

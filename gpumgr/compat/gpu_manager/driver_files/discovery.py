@@ -1,7 +1,7 @@
-"""Finds the driver's files for the volumes of volume.conf, below a root (the host's, or a driver container's).
+"""Finds the driver's files for the volumes of volume.conf (see `volumes`), below a root: the host's, or a driver container's.
 
-`ldconfig -p` lists the libraries in the root's ld.so.cache, which the loader uses, too; ldconfig reads every format of the cache. Without
-ldconfig or a cache the usual folders are searched. An absolute link is followed below the root.
+`ldconfig -p` lists the libraries in the root's ld.so.cache, and reads every format of that file. Without ldconfig or a cache the usual
+folders are searched.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from gpumgr.common.errors import DriverFilesError
 from gpumgr.common.files import FileIdentity
 from gpumgr.compat.gpu_manager.driver_files.volumes import COMPANION, Source, Volume, version_of
 
-#: The number of links that Linux follows in one path.
 _MAX_LINKS: Final = 40
 
 
 def resolve(root: Path, path: str) -> Path | None:
-    """The regular file that `path` names for a process with this root, as a path without links; None if there is none."""
+    """The regular file that `path` names for a process with this root, without links; None if there is none. Absolute links are followed
+    below the root."""
     parts = list(reversed(PurePosixPath(path).parts))
     current = root
     links = 0
@@ -48,7 +48,6 @@ def resolve(root: Path, path: str) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the path itself is a regular file, not a link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -88,7 +87,7 @@ _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 
 class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a cache. `path` is relative to the root; `machine` is None if only the file itself shows it."""
+    """One line of ld.so.cache. `path` is relative to the root; `machine` None: only the file itself shows it."""
 
     name: str
     path: str
@@ -96,7 +95,7 @@ class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_cache(text: str) -> tuple[CacheEntry, ...]:
-    """The lines of `ldconfig -p` in their order, which is the loader's. Other lines are left out."""
+    """The output of `ldconfig -p`, in the loader's order; lines of another form are left out."""
     return tuple(
         CacheEntry(name=line["name"], path=line["path"], machine=_machine(line["flags"]))
         for line in map(_CACHE_LINE.fullmatch, text.splitlines())
@@ -105,7 +104,7 @@ def parse_cache(text: str) -> tuple[CacheEntry, ...]:
 
 
 def _machine(flags: str) -> str | None:
-    """The machine in "libc6,x86-64" or "libc6,AArch64, hwcap: …"; plain "libc6" (or "ELF": without a C library) is i386. None: unknown."""
+    """The machine in "libc6,x86-64" or "libc6,AArch64, hwcap: …"; "libc6" or "ELF" alone is i386. None: unknown."""
     words = [word.strip() for word in flags.split(",")]
     if words[0] not in ("libc6", "ELF"):
         return None
@@ -113,8 +112,8 @@ def _machine(flags: str) -> str | None:
 
 
 def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Source, ...]:
-    """The root's libraries with names that begin with one of `prefixes`, each file once, in the loader's order. Libraries that the cache
-    lists for a machine not in `machines` are left out. Raises OSError, DriverFilesError."""
+    """The root's libraries with names that begin with one of `prefixes`, in the loader's order. Libraries for a machine that is not in
+    `machines` are left out if the cache shows the machine. Raises OSError, DriverFilesError."""
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
     # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
@@ -153,7 +152,7 @@ def _read_cache(root: Path) -> str:
 
 
 def _scan(root: Path) -> list[CacheEntry]:
-    """Every library in the usual folders, by folder and then by name. Folders that are links to others are listed twice, files are not."""
+    """The libraries in the usual folders, by folder and name. Folders that link to each other list a library twice."""
     entries: list[CacheEntry] = []
     for folder in _LIBRARY_FOLDERS:
         try:
@@ -170,7 +169,7 @@ _LIBCUDA = "libcuda.so"
 
 
 class VolumeSources(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one volume's lists. `missing`: entries without a file."""
+    """The files of one volume. `missing`: entries of its lists without a file."""
 
     libraries: tuple[Source, ...]
     binaries: tuple[Source, ...]
@@ -178,13 +177,12 @@ class VolumeSources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver's files below one root, so that all files of a mirror belong to the same driver."""
+    """The driver's files below one root, so all of them belong to the same driver."""
 
     root: Path
     libraries: tuple[Source, ...]
 
     def select(self, volume: Volume) -> VolumeSources:
-        """The volume's files. Raises OSError, DriverFilesError."""
         binaries = {name: find_binary(self.root, name) for name in volume.binaries}
         missing = [name for name, path in binaries.items() if path is None]
         missing += [prefix for prefix in volume.libraries if not any(library.matches([prefix]) for library in self.libraries)]
@@ -215,7 +213,7 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
 
 
 def inspect(path: Path, name: str, *, names: Iterable[str] = ()) -> Source:
-    """The file, with its name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
+    """`name`: the file's name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")

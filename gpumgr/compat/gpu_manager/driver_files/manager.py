@@ -1,4 +1,4 @@
-"""Keeps the mirror of the driver's files (links or copies that containers mount): `ensure` updates it, `prune` removes old versions."""
+"""Keeps the mirror: links to the driver's files, or copies, that containers mount."""
 
 import asyncio
 import platform
@@ -36,10 +36,9 @@ from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.settings.schema import ContainerSettings, VcudaSettings
 
 _MACHINE: Final = KERNEL_NAMES.get(platform.machine(), platform.machine())
-#: gpu-manager's own folder.
 _DEFAULT_WHOLE_DIR: Final = ContainerSettings().driver_whole_dir
 _GRACE_SECONDS: Final = 600.0
-#: The version in a mount's source path. This path begins at the root of the mounted file system.
+#: The version in a mount's source path, which begins at the root of the mounted file system.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
 #: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
@@ -48,11 +47,10 @@ _log = structlog.get_logger(__name__)
 
 
 class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
+    """The folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
 
-    share_dir: has the limiting library in the place of libcuda and libnvidia-ml; None if it can't be made, for the reason in the sentence
-        `share_error`.
-    whole_dir: has the driver's own files; None if volume.conf has no such volume.
+    share_dir: has the limiting library in place of libcuda and libnvidia-ml. None if it can't be made; `share_error` then says why.
+    whole_dir: has the driver's own files. None if volume.conf has no such volume.
     problems: sentences about defects that do not prevent the mirror.
     """
 
@@ -63,15 +61,15 @@ class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
 
 
-#: Link that containers mount -> the plan of the folder to which it points.
+#: Link that containers mount -> the plan of the folder that it points to.
 _Wanted = dict[Path, VolumePlan]
 
 
 class DriverMirror:
-    """Concurrent calls run one after another; a call completes even if its caller is cancelled.
+    """Updates and prunes the mirror. Concurrent calls run one after another; a call completes even if its caller is cancelled.
 
-    In a container vcuda's library runs the program gpu-client: the file that the setting `client_path` names, or else an installed one that
-    volume.conf lists. `share_dir`, `whole_dir`: the links to the volumes for shares and for whole GPUs.
+    `share_dir`, `whole_dir`: the links to the volumes for shares and for whole GPUs. The library vcuda runs the program gpu-client in
+    containers; it is the file in the setting `client_path`, else an installed one that volume.conf lists.
     """
 
     def __init__(
@@ -90,14 +88,13 @@ class DriverMirror:
         self._lock = threading.Lock()
 
     async def ensure(self, driver_version: str | None = None) -> DriverFiles:
-        """Updates the mirror; current volumes stay unchanged. `driver_version` None: the version in /proc/driver/nvidia/version.
+        """Updates the mirror for this driver; None: the one that /proc/driver/nvidia/version names.
 
-        Raises SettingsError for a bad volume.conf and for equal links, DriverFilesError if there is no driver or the mirror can't be made.
+        Raises SettingsError for a bad volume.conf or equal links, DriverFilesError if there is no driver or the mirror can't be made.
         """
         return await asyncio.to_thread(self._ensure, driver_version)
 
     async def prune(self, grace_seconds: float = _GRACE_SECONDS) -> tuple[str, ...]:
-        """Removes versions that no container has mounted and that are not current; returns their names. Raises DriverFilesError."""
         return await asyncio.to_thread(self._prune, grace_seconds)
 
     def _ensure(self, driver_version: str | None) -> DriverFiles:
@@ -146,8 +143,7 @@ class DriverMirror:
         return version
 
     def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
-        """The plans of the volumes that can be made, the reason why the share volume can't be made (None if it can), and problems. Raises
-        OSError."""
+        """(plans that can be made, why the share volume can't be made or None, problems). Raises OSError."""
         wanted: _Wanted = {}
         problems: list[str] = []
         share_error: str | None = f"{conf.source} has no volume named {SHARE!r}, which is what containers with a share get"
@@ -180,7 +176,6 @@ class DriverMirror:
         return wanted, share_error, problems
 
     def _overlay(self, sources: VolumeSources) -> Overlay:
-        """Raises DriverFilesError, which names the fault of the shim (vcuda's library) or of gpu-client."""
         library, client = self._settings.library_path, self._settings.client_path
         if library is None:
             raise DriverFilesError(
@@ -198,7 +193,6 @@ class DriverMirror:
         return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))
 
     def _mirror(self, wanted: _Wanted, driver_version: str) -> None:
-        """Creates all versions before it changes the first link."""
         made = [plan.volume for link, plan in wanted.items() if build(plan, link.parent)]
         switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
         if made or switched:
@@ -206,7 +200,7 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the operator fills the folder. A folder at the default path was made by gpu-manager, and a link belongs to a mirror."""
+    """Whether the operator fills the folder: gpu-manager made a folder at the default path, and a link belongs to a mirror."""
     return whole_dir != _DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 
@@ -217,13 +211,13 @@ def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Pat
 
 
 def parse_proc_version(text: str) -> str | None:
-    """The driver's version in the text of /proc/driver/nvidia/version (its line "NVRM version: …"); None if it has none."""
+    """The driver's version in the text of /proc/driver/nvidia/version, or None."""
     found = _PROC_VERSION.search(text)
     return found[1] if found else None
 
 
 def _supplied(path: Path, name: str, setting: str) -> Source:
-    """A file of the operator. All users can read its copy in the mirror, even if they can't read the file itself."""
+    """A file of the operator. Its copy in the mirror is readable for all users, even if the file is not."""
     try:
         return replace(inspect(path, name), mode=0o755, sha256=sha256_of(path))
     except OSError as error:
@@ -240,15 +234,14 @@ def _missing_originals(plan: VolumePlan, driver_version: str) -> str | None:
 
 
 def versions_in(mountinfo: str) -> frozenset[str]:
-    """Versions of the mirror that are mounted, from the text of /proc/PID/mountinfo."""
     roots = map(mounted_root, mountinfo.splitlines())
     return frozenset(found[1] for root in roots if (found := _VERSION.search(root)))
 
 
 def versions_in_use(proc_root: Path) -> frozenset[str]:
-    """Versions of the mirror that any process has mounted. `proc_root` must show the host's processes.
+    """The versions of the mirror that any process has mounted. `proc_root` must show the host's processes.
 
-    Raises DriverFilesError if a process is hidden: then any version may be in use.
+    Raises DriverFilesError if a process is hidden, because any version may then be in use.
     """
     try:
         return frozenset[str]().union(*map(versions_in, mount_tables(proc_root)))

@@ -1,11 +1,12 @@
 """The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volumes`); each content of it is a
-version. A version is made under a temporary name, is complete and durable before a link points to it, and never changes.
+version.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
-A container's mount follows the link when the container starts, so the container keeps that version until it ends. The modification time
-of a version's folder is the last time at which it was in use. The functions must not run at the same time.
+A version is complete and durable before a link points to it, and never changes. A container's mount follows the link when the container
+starts, so the container keeps that version. The modification time of a version's folder is when it was last in use. The functions must not
+run at the same time.
 """
 
 import errno
@@ -27,19 +28,18 @@ from gpumgr.compat.gpu_manager.driver_files.volumes import Source, VolumePlan
 
 VERSIONS: Final = ".versions"
 _FOLDERS: Final = ("bin", "lib", "lib64")
-#: Prefix of folders that were not completely made or not completely removed.
+#: Prefix of folders that were not completely made or removed.
 _PARTIAL: Final = "."
 _CHUNK_BYTES: Final = 1 << 20
-#: Errors after which a file is copied instead of linked.
 _NO_LINK: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP})
 
 _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Creates the plan's version unless it exists; returns whether it was created. If this raises DriverFilesError, nothing has changed.
+    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed.
 
-    A damaged version is renamed, so that containers that have it mounted keep the rest of it.
+    A damaged version is renamed, because containers that have it mounted need the rest of it.
     """
     versions = base / VERSIONS
     place = versions / plan.version
@@ -64,9 +64,9 @@ def build(plan: VolumePlan, base: Path) -> bool:
 
 
 def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
-    """Points `link` to the plan's version in the link's folder; returns whether the link changed. Raises DriverFilesError.
+    """Points `link` to the plan's version beside it; returns whether the link changed. Raises DriverFilesError.
 
-    Anything else at that path, such as gpu-manager's folder, is renamed: containers keep it.
+    Anything else at that path, such as gpu-manager's folder, is renamed, because containers may have it mounted.
     """
     base, target = link.parent, f"{VERSIONS}/{plan.version}/{plan.volume}"
     fresh = base / f".{link.name}.new"
@@ -91,7 +91,7 @@ def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
 
 
 def is_current(place: Path, plan: VolumePlan) -> bool:
-    """Whether the version's folder has all files and links of the plan. Sizes are compared, contents are not."""
+    """Whether the version's folder has all files and links of the plan. Compares sizes, not contents."""
     volume = place / plan.volume
     try:
         files = all(
@@ -105,9 +105,9 @@ def is_current(place: Path, plan: VolumePlan) -> bool:
 
 def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seconds: float) -> tuple[str, ...]:
     """Removes versions that no link has pointed to, and no process has mounted, for more than `grace_seconds`; returns their names.
-    `in_use`: the names of mounted versions.
+    `in_use`: the names of mounted versions. Raises DriverFilesError.
 
-    The grace covers a container that is being started: its mount is resolved, but no process has the mount yet. Raises DriverFilesError.
+    The grace covers a container at its start: its mount is resolved, but no process has the mount yet.
     """
     versions = base / VERSIONS
     removed: list[str] = []
@@ -132,7 +132,6 @@ def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seco
 
 
 def _linked(base: Path) -> set[str]:
-    """Versions that links in `base` point to."""
     targets = (os.readlink(path) for path in base.iterdir() if path.is_symlink())
     return {version for target in targets if (version := _version_in(target))}
 
@@ -162,7 +161,7 @@ def _fill(plan: VolumePlan, fresh: Path) -> None:
 
 
 def _place(source: Source, target: Path) -> None:
-    """Makes a hard link to a file of the driver if possible, else a copy. A setuid or setgid program is copied without that bit."""
+    """Links the driver's file if possible, else copies it. A setuid or setgid program is copied without that bit."""
     if source.sha256 is None and not source.mode & (stat.S_ISUID | stat.S_ISGID):
         try:
             os.link(source.path, target)
@@ -199,7 +198,7 @@ def _changed(source: Source) -> DriverFilesError:
 
 
 def _folder(path: Path) -> None:
-    """Makes a folder that all users can read, independent of the umask: containers run as any user."""
+    """Makes a folder that all users can read, also with a strict umask, because containers run as any user."""
     if not path.is_dir():
         path.mkdir(parents=True)
         path.chmod(0o755)

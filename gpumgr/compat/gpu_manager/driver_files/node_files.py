@@ -1,4 +1,4 @@
-"""Decides how containers of this node get the driver's files, and makes the mirror that containers mount (see `manager`)."""
+"""Decides how this node's containers get the driver's files, and keeps the mirror that containers mount (see `manager`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,8 +22,7 @@ RUNTIME_SECONDS = 0.5
 
 
 class NodeDriverFiles:
-    """`runtimes` asks the container runtime. Simulated GPUs have no driver's files by default. Call `update` before GPUs are offered, and
-    then from time to time."""
+    """Call `update` before GPUs are offered, and then periodically. `runtimes` queries the container runtime."""
 
     def __init__(self, settings: Settings, runtimes: Callable[[], Awaitable[Runtimes]], *, simulated: bool) -> None:
         self._settings, self._ask = settings, runtimes
@@ -41,12 +40,12 @@ class NodeDriverFiles:
 
     @property
     def access(self) -> DriverAccess:
-        """How the files get into new containers, and into containers with a CDI spec when they start again."""
+        """How new containers, and restarting containers with a CDI spec, get the files."""
         if self._without_driver:
             return DriverAccess(mounted=False, why="a simulated node has no driver's files")
         found = driver_access(self._setting, self._runtimes)
         if self._undecided:
-            # Before the runtime's first answer, a mirror that an earlier agent left shows that containers need mounts.
+            # Before the runtime's first answer, an earlier agent's mirror shows that containers need mounts.
             return replace(found, mounted=self._settings.container.driver_whole_dir.is_symlink())
         return found
 
@@ -55,15 +54,13 @@ class NodeDriverFiles:
         return self._setting == "auto" and self._runtimes is None
 
     async def update(self, driver_version: str | None) -> None:
-        """Asks the container runtime again, and makes the mirror for this driver if one is needed. While the runtime does not answer, its
-        last answer counts."""
+        """Queries the container runtime (without an answer its last one counts), and makes this driver's mirror if one is needed."""
         await self._ask_runtime()
         self._look_at_device_nodes()
         if driver_version is not None and self._wanted() and not self._is_mirrored(driver_version):
             await self._mirror_driver(driver_version)
 
     async def prune(self) -> None:
-        """Removes files of earlier drivers that no container uses."""
         if self._mirror is not None:
             try:
                 await self._mirror.prune()
@@ -71,7 +68,7 @@ class NodeDriverFiles:
                 log.warning("driver_files_not_removed", error=str(error))
 
     def vcuda_obstacle(self) -> str | None:
-        """Why the backend vcuda cannot be used; None if its files are mirrored."""
+        """Why the backend vcuda can't be used; None if its files are mirrored."""
         if self._made is not None and self._made.share_dir is not None:
             return None
         return self._vcuda_error or self._error or "the driver's files are not mirrored yet"
@@ -109,13 +106,13 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """Whether a mirror is needed. While it is undecided how containers get the files, only vcuda's library needs one."""
+        """Whether a mirror is needed. While the way of the files is undecided, only the library of vcuda needs one."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)
 
     def _look_at_device_nodes(self) -> None:
-        """Logs device nodes that are missing. A container toolkit creates them when a container starts; without one the host must."""
+        """Logs missing device nodes. A container toolkit creates them when a container starts; without one the host must."""
         root = self._settings.container.device_root
         apart = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
         missing = [] if apart else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]
@@ -158,7 +155,6 @@ class NodeDriverFiles:
             log.warning("driver_files_incomplete", problem=problem)
 
     def _report(self, error: str, former: str | None, consequence: str) -> str:
-        """Logs the error once; the next update tries again."""
         if error != former:
             log.error("driver_files_not_mirrored", error=error, consequence=consequence)
         return error

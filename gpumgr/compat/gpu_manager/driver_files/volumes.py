@@ -1,13 +1,11 @@
-"""The volumes of the driver's files that containers get: their lists in gpu-manager's volume.conf, and the plan of each volume.
+"""The volumes: sets of the driver's files that containers mount. Reads their lists in gpu-manager's volume.conf, and plans each volume.
+Pure, except `load`.
 
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are prefixes of file names. The volume `nvidia` is for shares, and the last one with another name for whole GPUs, as in
-gpu-manager. The settings have their folders, so `base` has no effect, nor have `mode` and unknown keys. Without a file the built-in lists
-apply.
-
-A plan has the files and links of a volume; `plan_volume` is pure:
+`libraries` are prefixes of file names. As in gpu-manager, the volume `nvidia` is for shares, and the last one with another name for whole
+GPUs. `base`, `mode` and unknown keys have no effect. Without a file the built-in lists apply.
 
     whole volume                                   share volume (`nvidia`)
     lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
@@ -15,8 +13,8 @@ A plan has the files and links of a volume; `plan_volume` is pure:
     lib64/libcuda.so   -> libcuda.so.535.54.03     lib64/libcuda.so   -> libcuda-control.so
                                                    ... libnvidia-ml in the same way, and bin/gpu-client
 
-The shim (libcuda-control.so, vcuda's library) is a 64-bit library and replaces 64-bit libraries only: `lib` has the real 32-bit ones, in
-both volumes. The shim opens the real libraries by their names with the driver's version.
+The shim (libcuda-control.so, the library of vcuda) replaces 64-bit libraries only, so `lib` has the real 32-bit ones in both volumes. The
+shim opens the real libraries by their names with the driver's version.
 """
 
 import hashlib
@@ -34,11 +32,10 @@ from gpumgr.common.errors import SettingsError
 from gpumgr.common.files import FileIdentity, read_bounded
 from gpumgr.common.foreign_text import UnreadableText, decode_json
 
-#: gpu-manager's names of two volumes: SHARE has its limiting library in the place of libcuda and libnvidia-ml, WHOLE the driver's own
-#: files.
+#: gpu-manager's names of the volume for shares and of the volume for whole GPUs.
 SHARE: Final = "nvidia"
 WHOLE: Final = "origin"
-#: Files of the share volume that are not part of the driver.
+#: Files of the share volume that do not belong to the driver.
 CLIENT: Final = "gpu-client"
 SHIM: Final = "libcuda-control.so"
 
@@ -51,7 +48,7 @@ _BINARIES: Final = (
     "nvidia-persistenced",
     "nvidia-smi",
 )
-#: The names after the empty line are newer than gpu-manager's list.
+#: The names after the empty line are not in gpu-manager's list.
 _STEMS: Final = """
     libnvidia-ml libcuda libnvidia-ptxjitcompiler libnvidia-fatbinaryloader libnvidia-opencl libnvidia-compiler
     libvdpau_nvidia libnvidia-encode libnvcuvid libnvidia-fbc libnvidia-ifr libGL libGLX libOpenGL libGLESv1_CM libGLESv2
@@ -82,7 +79,7 @@ class _File(msgspec.Struct):
 
 
 class Volume(msgspec.Struct, frozen=True, kw_only=True):
-    """One volume, which containers see at /usr/local/nvidia. `name`: SHARE or WHOLE. `libraries` are prefixes of names."""
+    """One volume, at /usr/local/nvidia in containers. `name`: SHARE or WHOLE. `libraries`: prefixes of names."""
 
     name: str
     binaries: tuple[str, ...]
@@ -90,13 +87,12 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VolumeConf(msgspec.Struct, frozen=True, kw_only=True):
-    """At most two volumes. `source` None: the built-in lists. They name files of many drivers, so missing files are not reported."""
+    """At most two volumes. `source` None: the built-in lists, which name files of many drivers, so missing files are not reported."""
 
     volumes: tuple[Volume, ...]
     source: Path | None = None
 
 
-#: The lists without a file.
 BUILT_IN: Final = VolumeConf(
     volumes=(
         Volume(name=SHARE, binaries=(*_BINARIES, CLIENT), libraries=_LIBRARIES),
@@ -106,7 +102,7 @@ BUILT_IN: Final = VolumeConf(
 
 
 def load(path: Path) -> VolumeConf:
-    """The file's volumes, or the built-in ones if there is no file. Raises SettingsError."""
+    """The file's volumes, or BUILT_IN if there is no file. Raises SettingsError."""
     try:
         content = read_bounded(path, _MAX_FILE_BYTES)
     except FileNotFoundError:
@@ -119,7 +115,7 @@ def load(path: Path) -> VolumeConf:
 
 
 def parse(content: bytes, path: Path) -> VolumeConf:
-    """The volumes in a file's content. Raises SettingsError with the file and the key of the first mistake."""
+    """Raises SettingsError with the file and the key of the first mistake."""
     try:
         entries = decode_json(content, _File).volume
     except UnreadableText as error:
@@ -131,28 +127,26 @@ def parse(content: bytes, path: Path) -> VolumeConf:
 
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
-#: The libraries that the shim replaces.
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
 #: A node's machine -> the 32-bit machine with programs that the node can run, too.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
-#: A driver's version: two or three numbers ("418.67", "535.54.03"), kept as text, since file names end in it.
+#: A driver's version: two or three numbers ("418.67", "535.54.03").
 VERSION_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)+"
 _VERSION_IN_NAME: Final = re.compile(rf"\.so\.({VERSION_NUMBER})$")
 _VERSION_DIGITS: Final = 32
 _MAX_NAME_LENGTH: Final = 255
 _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")
-#: Libraries with these names belong to the driver only if they need the driver's other libraries; Mesa has libraries of the same names.
+#: Mesa has libraries of these names, too. A library is the driver's if it needs one of _DRIVER_NEEDS.
 _SHARED_WITH_MESA: Final = frozenset({"libEGL", "libGLESv1_CM", "libGLESv2", "libGL"})
 _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdispatch.so")
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of the host, as a path without links. `name`: its name in the mirror. `elf` None: not an ELF file. `names`: all names by
-    which the loader finds a library.
+    """One file of the host, as a path without links. `name`: in the mirror. `elf` None: not an ELF file. `names`: all names by which the
+    loader finds a library.
 
-    `sha256` is known for files that the operator supplies; None for the driver's files. The operator's files are copied, never linked, so
-    that writing to them has no effect.
+    `sha256` is set only for the operator's files. These are copied, never linked, so that later writes to them have no effect.
     """
 
     name: str
@@ -168,15 +162,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlay(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that turn the driver's files into a share volume."""
-
     shim: Source
     client: Source
 
 
 class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One volume. `files` and `links` are by their path in the volume; a link leads to a name in its own folder. `version` depends only
-    on what the volume contains."""
+    """`files` and `links`: by path in the volume; a link leads to a name in its own folder. `version` depends only on the content."""
 
     volume: str
     version: str
@@ -193,8 +184,7 @@ def plan_volume(
     driver_version: str,
     overlay: Overlay | None = None,
 ) -> VolumePlan:
-    """Plans a volume; with `overlay` it is a share volume. If several files have one name, the file of the driver's version is used, or
-    else the first one."""
+    """With `overlay` the result is a share volume. If files have the same name, the one of the driver's version is used, else the first."""
     builder = _PlanBuilder(machine, driver_version, overlay)
     if overlay:
         builder.overlay(overlay)
@@ -208,7 +198,7 @@ def plan_volume(
 
 @dataclass
 class _PlanBuilder:
-    """Builds a plan. The first file of a name is used; files replace links."""
+    """The first file of a name is used; files replace links."""
 
     machine: str
     driver_version: str
@@ -234,7 +224,6 @@ class _PlanBuilder:
             self._sonames(folder, source, elf.soname)
 
     def binary(self, source: Source) -> None:
-        """Adds a program, which may be a script."""
         if not (self.shared and source.name == CLIENT) and (source.elf is None or self._runs(source.elf)):
             self._file(f"bin/{source.name}", source)
 
@@ -285,7 +274,6 @@ def _stem(name: str) -> str:
 
 
 def _version(volume: str, driver_version: str, files: Mapping[str, Source], links: Mapping[str, str]) -> str:
-    """Hex digits of a hash of the volume's parts."""
     sources = [(target, each.sha256 or (str(each.path), each.identity[1:])) for target, each in files.items()]
     parts = [volume, driver_version, *sources, *links.items()]
     return hashlib.sha256(repr(parts).encode(errors="surrogateescape")).hexdigest()[:_VERSION_DIGITS]

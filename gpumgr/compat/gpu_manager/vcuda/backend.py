@@ -1,4 +1,4 @@
-"""Backend "vcuda": files and a socket for each container; the operator's library in the container enforces the limits."""
+"""Backend "vcuda": keeps the files and the socket of each container; the operator's library in the container enforces the limits."""
 
 import asyncio
 import re
@@ -25,8 +25,8 @@ from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
-#: The newest CUDA that the library supports. Since CUDA 11.3, libcudart looks functions up with cuGetProcAddress, and vcuda's library then
-#: returns its old functions with 32-bit sizes (the API of CUDA 2).
+#: The newest CUDA that the library supports. Since CUDA 11.3 libcudart finds functions with cuGetProcAddress, for which the library returns
+#: functions with 32-bit sizes (the API of CUDA 2).
 _NEWEST: Final = (11, 2)
 _DECLARED: Final = re.compile(
     rb"(?:^|\0)(?:CUDA_VERSION=|NVIDIA_REQUIRE_CUDA=[^\0]*?\bcuda>=?)(\d{1,3})(?:\.(\d{1,3}))?(?![0-9])", re.ASCII
@@ -35,23 +35,23 @@ _READ_SECONDS: Final = 0.2
 
 
 def newer_cuda(environment: bytes) -> str | None:
-    """The newest CUDA version that `environment` (`NAME=value` texts, separated by NULs) declares, such as "12.4"; None if the library
-    supports all versions in it. Texts that are no version are ignored."""
+    """The newest CUDA version that `environment` (NUL-separated `NAME=value` texts) declares, such as "12.4"; None if the library supports
+    it."""
     newest = max(((int(major), int(minor or 0)) for major, minor in _DECLARED.findall(environment)), default=_NEWEST)
     return None if newest <= _NEWEST else f"{newest[0]}.{newest[1]}"
 
 
 class ImageCheck:
-    """Finds containers with an image that has a newer CUDA than the library supports. The image declares its CUDA in its environment:
-    NVIDIA's images set CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`). A container can change
-    its environment, which may therefore have any size and content.
+    """Finds containers with a newer CUDA in the image than the library supports. NVIDIA's images declare it in their environment:
+    CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
 
-    `environment_of` returns the environment of a process. A container can make this call hang, so it runs on a thread of its own."""
+    `environment_of` returns the environment of a process. A container controls its size and content, and can make the call hang, so the
+    call runs on a thread of its own."""
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
-        #: (container id, whether it uses a GPU) -> the result. Read again once the container uses a GPU, since at its start the
-        #: environment may still be the runtime's.
+        #: (container id, whether it uses a GPU) -> the result. At a container's start the environment may still be the runtime's, so it is
+        #: read again once the container uses a GPU.
         self._found: dict[tuple[str, bool], Finding | None] = {}
 
     async def findings(self, running: Sequence[RunningContainer]) -> list[Finding]:
@@ -78,20 +78,17 @@ def _finding(running: RunningContainer, environment: bytes) -> Finding | None:
     return finding(running.tenant, "broken", message)
 
 
-#: The form of gpumgr's allocation ids. gpu-manager's folders in the same parent have other names.
+#: gpumgr's allocation ids. gpu-manager's folders in the same parent have names of another form.
 _ALLOCATION: Final = re.compile("[0-9a-f]{16}")
-#: The library that containers get instead of libcuda.so.1.
 LIBRARY: Final = "libcuda-control.so"
-#: Some symbols that the library must have: functions of the driver, and of NVML.
+#: Some functions of the driver and of NVML that the library must export.
 EXPORTS: Final = ("cuInit", "cuMemAlloc_v2", "nvmlInit")
 _CLOSE_GRACE_SECONDS: Final = 1.0
 
 
 class VcudaBackend(Backend):
-    """`container_of` returns the container of a process, `pids_of` the processes of a container.
-
-    `driver_files_obstacle` returns why containers do not get the library with the driver's files (None if they do), `environment_of` the
-    environment of a process.
+    """`container_of`: process -> its container. `pids_of`: container -> its processes. `driver_files_obstacle` returns why containers don't
+    get the library, None if they get it. `environment_of` returns the environment of a process.
     """
 
     name: BackendName = "vcuda"
@@ -118,7 +115,6 @@ class VcudaBackend(Backend):
 
     @property
     def registrations(self) -> Mapping[str, int]:
-        """Registrations since the start by outcome: "ok", or a gRPC status in lower case."""
         return self._service.outcomes
 
     async def check_node(self) -> None:
@@ -132,8 +128,8 @@ class VcudaBackend(Backend):
             raise GpumgrError(f"no socket can be at {socket}: {problem}; set a shorter container.allocation_dir")
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        """Sets NVIDIA_VISIBLE_DEVICES to void, so that NVIDIA's container runtime does not put the driver's libcuda.so.1 before the
-        operator's library. Raises Refusal for several GPUs."""
+        """NVIDIA_VISIBLE_DEVICES=void keeps NVIDIA's container runtime from putting the driver's libcuda.so.1 before the operator's
+        library. Raises Refusal for several GPUs."""
         tenant.only_gpu("vcuda")
         return ContainerResponse(envs={"NVIDIA_VISIBLE_DEVICES": "void"} if kind == "core" else {})
 
@@ -182,8 +178,7 @@ class VcudaBackend(Backend):
         return [(slot, each) for each in running if (slot := self._slots.get(each.tenant.allocation)) is not None]
 
     async def _for_each(self, work: Sequence[tuple[ContainerSlot, Callable[[], None]]]) -> None:
-        """Runs `work` for each container, on a thread, and serves the container's socket. An error affects no other container. Raises
-        GpumgrError."""
+        """Runs `work` on a thread and serves the socket, for each container; an error affects no other container. Raises GpumgrError."""
         failed: list[str] = []
         for slot, act in work:
             for step in (partial(asyncio.to_thread, act), partial(self._serve, slot)):
@@ -200,7 +195,7 @@ class VcudaBackend(Backend):
 
 
 def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:
-    """Reads files of processes: call it on a thread."""
+    """Reads files of processes, so call it on a thread."""
     return [finding for slot, running in known if (finding := _unregistered(slot, running)) is not None]
 
 

@@ -1,16 +1,16 @@
-"""The folder of one allocation, which its container sees as /etc/vcuda: `vcuda.config` has the limits, `pids.config` the processes.
+"""The folder of one allocation, which its container sees as /etc/vcuda, and the program gpu-client.
 
-Files are replaced, never written in place: the library opens them by path each time and must not read an incomplete one. They are not
-locked: a container can lock a file that it can only read, and would block the agent.
+Files are replaced, never written in place, because the library opens them by path and must not read an incomplete one. They are not locked:
+a container can lock a file that it can only read, and would block the agent.
 
-Source of the limits' layout: `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with
-glibc (FILENAME_MAX 4096). The library takes exactly 8,240 bytes from one read, and reads the file again at intervals.
+`vcuda.config` is `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with glibc (FILENAME_MAX
+4096). The library takes exactly 8,240 bytes from one read, at intervals.
 
-`pids.config` is an array of int32 without a header, the host's pids. The library reads at most 1,024 of them, searches them by
-bisection (they must ascend), and counts the GPU memory of these processes only; with an empty file it counts and limits nothing.
+`pids.config` is an array of int32, the host's pids, without a header. The library reads at most 1,024, searches them by bisection (so they
+must ascend), and counts only their GPU memory. With an empty file it limits nothing.
 
-Processes in containers register by a client, gpu-client.c, a static program. gpumgr's image may contain the compiled program as
-`gpu-client` beside this module; otherwise `cc` compiles it on the node, once.
+gpu-client.c is the static program by which processes register. gpumgr's image may contain it compiled, beside this module; otherwise `cc`
+compiles it on the node, once.
 """
 
 import contextlib
@@ -36,17 +36,16 @@ BUS_ID_BYTES: Final = 15
 MOST_PIDS: Final = 1024
 _PID_BYTES: Final = 4
 
-#: The only pid in pids.config before the container has a process: the host's init never uses a GPU and never ends, so no other process gets
-#: its pid.
+#: The only pid in pids.config before the container has a process. The host's init never uses a GPU and never ends, so its pid is not
+#: reused.
 INIT_PID: Final = 1
 
 
 def pack_config(tenant: GpuShare) -> bytes:
-    """The content of vcuda.config, which has the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
+    """The content of vcuda.config, the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
-    Without a soft limit the cores are a hard limit (hard_limit 1). With a soft limit the container may use cores up to that limit while
-    others are idle. The library passes the pod's uid and the container's name to the client that registers the process. The client requires
-    both, and the agent trusts neither, so the allocation's id replaces a missing one.
+    hard_limit is 1 without a soft limit. With a soft limit the container may use cores up to that limit while others are idle. The library
+    passes uid and name to gpu-client, which requires both, so the allocation's id replaces a missing one; the agent trusts neither.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(
@@ -74,8 +73,8 @@ def _text(what: str, value: str, most_bytes: int) -> bytes:
 
 
 def pack_pids(pids: Collection[int], first: Collection[int] = frozenset()) -> bytes:
-    """The content of pids.config: the pids, ascending. Beyond 1,024, the pids in `first` (which may use the GPU) are preferred, then
-    the lowest. Raises ValueError without a pid: an empty file would lift the limit."""
+    """The content of pids.config, ascending. Beyond 1,024 pids, those in `first` (which may use the GPU) are kept, then the lowest. Raises
+    ValueError without a pid, because an empty file would lift the limit."""
     if not pids:
         raise ValueError("pids.config must name at least one process")
     chosen = sorted(sorted(set(pids), key=lambda pid: (pid not in first, pid))[:MOST_PIDS])
@@ -96,7 +95,6 @@ _OURS: Final = (CONFIG, PIDS, SOCKET)
 
 
 def read(folder: Path, name: str) -> bytes | None:
-    """The file's content; None if it can't be read."""
     try:
         return (folder / name).read_bytes()
     except OSError:
@@ -104,18 +102,15 @@ def read(folder: Path, name: str) -> bytes | None:
 
 
 def replace(folder: Path, name: str, content: bytes) -> None:
-    """Writes the file unless it has this content already. Raises OSError."""
     if read(folder, name) != content:
-        replace_file(folder / name, content, durable=False)  # every start of the container, also after a reboot, writes it again
+        replace_file(folder / name, content, durable=False)  # each start of the container writes it again, also after a reboot
 
 
 def holds_ours(folder: Path) -> bool:
-    """Whether the folder has a file of this backend."""
     return any(os.path.lexists(folder / name) for name in _OURS)
 
 
 def remove(folder: Path) -> None:
-    """Removes the files of this backend, and the folder if it is empty then. Raises OSError."""
     for name in _OURS:
         (folder / name).unlink(missing_ok=True)
         temporary_of(folder / name).unlink(missing_ok=True)
@@ -129,7 +124,7 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-static", "-s", "-Wall", "-Wextra")
 
 
 def build_client(folder: Path) -> Path:
-    """Path of the program: in the image, or else in `folder`, where the first call compiles it (about a second; blocks).
+    """The program's path: in the image, else in `folder`, where the first call compiles it (blocks for about a second).
 
     Raises InputError without a C compiler or a static libc, or if the folder can't be written.
     """

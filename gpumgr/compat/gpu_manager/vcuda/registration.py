@@ -1,12 +1,9 @@
-"""The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it when a process is about to use CUDA for the
-first time.
+"""The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it before a process uses CUDA for the first time.
 
-Invariants: the caller is identified by the socket and the kernel; the message is not read. The kernel gives the pid of the calling process,
-and the process's cgroup shows its container, which is compared with the names that the kubelet gave. If the runtime or the kubelet did not
-give a name, the process must have the allocation's folder among its mounts (without an API server the agent knows no init container's
-name). A refusal is a gRPC status with a sentence. Since containers are not trusted, the listener (`slot`) closes a connection after 256
-KiB.
-"""
+Containers are not trusted, so the message is not read. The socket identifies the allocation, and the kernel gives the pid of the caller.
+The cgroup of that process gives its container, which is compared with the names that the kubelet gave. If a name is missing, the process
+must have the allocation's folder mounted (for example an init container while the agent has no API server). A refusal is a gRPC status
+with a sentence."""
 
 import asyncio
 import socket
@@ -37,15 +34,14 @@ ROUTE: Final = "/vcuda.VCUDAService/RegisterVDevice"
 _CONTAINER_TIMEOUT_SECONDS: Final = 5.0
 #: `struct ucred` of unix(7): pid, uid and gid.
 _CREDENTIALS: Final = struct.Struct("3i")
-#: The container of a process (host pid); None if it is in no container. Raises GpumgrError if it can't be determined.
+#: The container of a process (host pid); None if it is in none. Raises GpumgrError if it can't be determined.
 ContainerOf = Callable[[int], Awaitable[Container | None]]
 #: Whether a process (host pid) has an allocation's folder mounted; called on a thread.
 HasMounted = Callable[[int, AllocationId], bool]
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """The client of one allocation's socket. `pid` is the process's id in the agent's pid namespace; 0 if that namespace does not show
-    the process."""
+    """The client of one allocation's socket. `pid`: in the agent's pid namespace; 0 if that namespace lacks the process."""
 
     allocation: AllocationId
     pid: int
@@ -53,8 +49,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegistrationService:
-    """Serves the sockets of all allocations. `slots`: allocation -> its ContainerSlot."""
-
     def __init__(
         self, slots: Mapping[AllocationId, ContainerSlot], container_of: ContainerOf, has_mounted: HasMounted = has_mounted
     ) -> None:
@@ -63,7 +57,7 @@ class RegistrationService:
         self._container_of = container_of
         self._has_mounted = has_mounted
         self._refused_clients: set[tuple[AllocationId, str]] = set()
-        #: Number of calls by outcome: "ok", or a gRPC status in lower case.
+        #: Calls by outcome: "ok", or a gRPC status in lower case.
         self.outcomes: Counter[str] = Counter()
         self._methods = {ROUTE: Method(self._serve, Cardinality.UNARY_UNARY, bytes, bytes)}
 
@@ -71,7 +65,6 @@ class RegistrationService:
         return self._methods
 
     def forget(self, allocation: AllocationId) -> None:
-        """Drops the record of the clients that were logged for an allocation that is gone."""
         self._refused_clients = {client for client in self._refused_clients if client[0] != allocation}
 
     async def _serve(self, stream: Any) -> None:
@@ -82,7 +75,7 @@ class RegistrationService:
         except GRPCError as error:
             outcome = error.status.name.lower()
             raise
-        except Exception as error:  # a bug must not end the server
+        except Exception as error:
             outcome = "internal"
             _log.exception("registration_failed")
             raise GRPCError(
@@ -106,7 +99,7 @@ class RegistrationService:
             raise GRPCError(Status.UNAVAILABLE, text) from error
 
     async def _admit(self, peer: Peer, tenant: GpuShare) -> Container:
-        """The client's container. Raises GRPCError if this socket belongs to another one, or if the container is not known."""
+        """The client's container. Raises GRPCError if the socket belongs to another one, or if the container is not known."""
         if peer.pid == 0:
             text = "the kernel does not show gpumgr the calling process: gpumgr must run in the host's pid namespace (hostPID)"
             raise self._refused(peer, None, text)
@@ -122,7 +115,7 @@ class RegistrationService:
             text = f"process {peer.pid} is in no container, and this socket belongs to {tenant.describe()}"
             raise self._refused(peer, None, text)
         verdict = belongs(container, tenant)
-        if verdict == "no" and tenant.claim:  # another container of the claim has the folder mounted, too
+        if verdict == "no" and tenant.claim:  # several containers of the claim may have the folder mounted
             verdict = "unclear"
         if verdict == "unclear" and await asyncio.to_thread(self._has_mounted, peer.pid, tenant.allocation):
             verdict = "yes"
@@ -133,7 +126,7 @@ class RegistrationService:
         return container
 
     def _refused(self, peer: Peer, container: Container | None, sentence: str) -> GRPCError:
-        """The error for this client. It is logged at the client's first attempt."""
+        """The error for this client, logged at its first attempt."""
         client = (peer.allocation, container.id if container else f"uid {peer.uid}")
         if client not in self._refused_clients:
             self._refused_clients.add(client)
@@ -142,10 +135,8 @@ class RegistrationService:
 
 
 def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
-    """Whether this is the tenant's container, by the pod's uid (or the pod's name, if the kubelet gave only that) and the container's
-    name. "unclear": nothing contradicts it, but a name or uid that is needed for "yes" is missing. For a static pod the runtime and the API
-    server have different uids.
-    """
+    """Whether this is the tenant's container, by the pod's UID (else its name) and the container's name. "unclear": a value that "yes"
+    needs is missing. A static pod has two UIDs, of the runtime and of the API server."""
     uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
     if uids:
         same_pod: bool | None = container.pod_uid in uids
@@ -158,7 +149,7 @@ def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unc
 
 
 def peer_of(stream: Any) -> Peer:
-    """The client of this call's connection, and the allocation of the socket. Raises GRPCError if the client has disconnected."""
+    """The client of this connection. Raises GRPCError if it has disconnected."""
     transport = transport_of(stream)
     path = Path(transport.get_extra_info("sockname"))
     try:

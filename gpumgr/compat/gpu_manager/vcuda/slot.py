@@ -1,4 +1,4 @@
-"""The files, the socket and the registered processes of one container, and the batches in which registrations are written."""
+"""The folder, the socket and the registered processes of one allocation, and the batches in which registrations are written."""
 
 import asyncio
 import threading
@@ -26,15 +26,15 @@ from gpumgr.ledger.node_use import Container
 
 _MODE: Final = 0o666
 _BACKLOG: Final = 128
-#: The limit of registrations of one container at a time. A registration takes milliseconds, and a client that is refused retries.
+#: Connections of one container at a time. A registration takes milliseconds, and a refused client retries.
 _MOST_CONNECTIONS: Final = 128
-#: The time limit of a connection. It is longer than any client waits for an answer.
+#: Longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
-#: A registration takes some hundred bytes; h2 itself would collect a frame of 16 MiB before it refuses the frame as too large.
+#: A registration has some hundred bytes, but h2 alone would collect a frame of 16 MiB before it refuses it.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
-#: The smallest window that grpclib allows. At most this many bytes of a connection wait here unread.
+#: The smallest window that grpclib allows; it bounds the unread bytes of a connection.
 _WINDOW_BYTES: Final = 65535
-#: grpclib's own configuration does not validate headers.
+#: Validates headers, which grpclib's own configuration does not.
 _CHECKED: Final = H2Configuration(client_side=False, header_encoding="ascii")
 
 
@@ -42,7 +42,7 @@ class RegistrationListener(DrainingServer):
     """Serves `service` at `path`, once: a new socket needs a new listener. The socket's file stays when the listener ends; a restarted
     agent replaces it.
 
-    The clients are not trusted: h2 checks their headers, and each client gets little memory.
+    The clients are not trusted, so h2 checks their headers, and each gets little memory.
     """
 
     def __init__(self, path: Path, service: Any) -> None:
@@ -52,11 +52,11 @@ class RegistrationListener(DrainingServer):
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket's file is the one that this listener made."""
+        """Whether the socket's file is still the one that this listener made."""
         return self._socket.in_place
 
     async def listen(self) -> None:
-        """Replaces a socket of an earlier process of the agent. Raises OSError."""
+        """Replaces the socket of an earlier process of the agent. Raises OSError."""
         await self.start(sock=self._socket.bind(replace_served=True), backlog=_BACKLOG)
 
     def connection(self, made: H2Protocol) -> H2Protocol:
@@ -64,7 +64,7 @@ class RegistrationListener(DrainingServer):
 
 
 class _LimitedConnection(ServedConnection):
-    """Limits the time and the bytes of one connection, and the number of all connections, before bytes reach HTTP/2."""
+    """Limits time and bytes of one connection, and the number of connections, before bytes reach HTTP/2."""
 
     _end: asyncio.TimerHandle | None = None
     _received_bytes = 0
@@ -83,26 +83,25 @@ class _LimitedConnection(ServedConnection):
             return
         try:
             super().data_received(data)
-        except Exception:  # bytes that make h2 itself fail, such as headers that are not ASCII
+        except Exception:  # h2 fails by itself for some bytes, such as headers that are not ASCII
             self.transport.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._end is not None:  # otherwise the connection was never made
+        if self._end is not None:  # None: `connection_made` has refused it
             self._end.cancel()
             super().connection_lost(exc)
 
 
 #: The host's pids of all processes in a container's cgroup and below; none if the cgroup is not known. Blocks. Raises GpumgrError.
 PidsOf = Callable[[Container], Collection[int]]
-#: One thread for all batches: several threads would only compete for the interpreter.
+#: One thread for all batches: several would only compete for the interpreter.
 _THREAD: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vcuda_register")
 
 
 class ContainerSlot:
-    """The folder of one allocation. The methods that are not coroutines block for some file operations; any thread may call them.
+    """The folder of one allocation. Methods that are not coroutines block for file operations; any thread may call them.
 
-    One lock is held while pids are listed and written, so that an older listing of the container's processes never overwrites a newer
-    one.
+    One lock is held from the listing of pids until they are written, so an older listing never overwrites a newer one.
     """
 
     def __init__(self, tenant: GpuShare, folder: Path, pids_of: PidsOf) -> None:
@@ -113,11 +112,10 @@ class ContainerSlot:
         self._lock = threading.Lock()
         self._registered: set[int] = set()
         self._on_gpu: frozenset[int] = frozenset()
-        #: Container id -> container. Several containers can use a ResourceClaim.
+        #: Container id -> container. Several containers can use one ResourceClaim.
         self._containers: Mapping[str, Container] = {}
 
     async def listen(self, service: Any) -> None:
-        """Serves the socket, unless it is served already and its file is in place. Raises OSError."""
         if self._listener is not None and self._listener.in_place:
             return
         await self.stop_listening(0)
@@ -129,7 +127,7 @@ class ContainerSlot:
             await self._listener.drain(grace_seconds)
 
     def prepare_start(self, tenant: GpuShare) -> None:
-        """Writes vcuda.config and pids.config before the container starts. Raises Refusal for names that do not fit, and OSError."""
+        """Writes both files before the container starts. Raises Refusal for names that do not fit, and OSError."""
         with self._lock:
             self.tenant = tenant
             self._registered.clear()
@@ -138,10 +136,8 @@ class ContainerSlot:
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def take_over(self) -> None:
-        """Adopts the files that an earlier process of the agent left. No file records which processes had registered, so all pids in
-        pids.config count as registered.
-
-        Raises Refusal for names that vcuda.config can't hold, and OSError.
+        """Adopts the files of an earlier process of the agent. All pids in pids.config count as registered, because no file records which
+        ones were. Raises Refusal for names that do not fit, and OSError.
         """
         with self._lock:
             self._write_config()
@@ -151,11 +147,9 @@ class ContainerSlot:
                 files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def update(self, running: RunningContainer) -> None:
-        """Brings both files up to date. Raises GpumgrError for names that vcuda.config can't hold or if the cgroup can't be read, and
-        OSError.
+        """Updates both files. Raises GpumgrError for names that do not fit or if the cgroup can't be read, and OSError.
 
-        The pids are listed again instead of taken from `running`: a process that registered since `running` was listed must stay in the
-        file.
+        The pids are listed again, because a process may have registered after `running` was listed, and must stay in the file.
         """
         with self._lock:
             self.tenant = running.tenant
@@ -165,20 +159,20 @@ class ContainerSlot:
             self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
 
     def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
-        """Adds clients that wait for the answer, and their parents, the programs that are about to use the GPU. `containers`: the
-        containers of the clients, by id. Raises OSError."""
+        """Adds clients that wait for the answer, and their parents, which are the programs that will use the GPU. `containers`: the
+        clients' containers by id. Raises OSError."""
         with self._lock:
             parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
             self._registered |= parents.union(clients)
             self._containers = {**self._containers, **containers}
             found = set[int]()
             for each in self._containers.values():
-                with suppress(GpumgrError):  # `update` raises and reports it every second
+                with suppress(GpumgrError):  # `update` reports it
                     found.update(self._pids_of(each))
             self._write_pids(found, clients)
 
     def unregistered(self, running: RunningContainer) -> tuple[int, ...]:
-        """Processes with a context on the GPU that have not registered and have no registered ancestor in the container, ascending.
+        """Processes on the GPU that have not registered and have no registered ancestor in the container, ascending.
 
         A child that did not execute another program shares the library of its parent, which registers only once.
         """
@@ -209,7 +203,7 @@ class ContainerSlot:
 
 
 class _Registration(msgspec.Struct):
-    """The clients of one allocation that wait for a batch. The result of `done` is the error, or None."""
+    """The clients of one allocation that wait for a batch. The result of `done` is an error or None."""
 
     containers: dict[str, Container]
     clients: set[int]
@@ -217,10 +211,10 @@ class _Registration(msgspec.Struct):
 
 
 class RegistrationBatches:
-    """Registers processes of all containers in batches: one batch runs on a thread, later calls wait for the next one.
+    """Registers the processes of all containers in batches, one at a time, on a thread.
 
-    A call that arrives during a batch is part of the next batch, which lists the container's processes after the call, and so lists the
-    caller. Each container's processes are listed once in a batch, however many of them call.
+    A call during a batch joins the next one, which lists the container's processes after the call, and so lists the caller. A batch lists
+    each container's processes once, for all its callers.
     """
 
     def __init__(self) -> None:
@@ -228,7 +222,7 @@ class RegistrationBatches:
         self._task: asyncio.Task[None] | None = None
 
     async def register(self, slot: ContainerSlot, container: Container, pid: int) -> None:
-        """Returns when a batch with `pid` has ended. A cancelled caller does not stop the batch. Raises OSError."""
+        """Returns when a batch with `pid` has ended; a cancelled caller does not stop it. Raises OSError."""
         entry = self._waiting.get(slot)
         if entry is None:
             future = asyncio.get_running_loop().create_future()
@@ -249,13 +243,12 @@ class RegistrationBatches:
 
 
 def _register_all(batch: Mapping[ContainerSlot, _Registration]) -> list[Exception | None]:
-    """The error of each container's registration, in the order of `batch`; None if there is none. A container that fails does not affect
-    the others."""
+    """The errors (None: registered), in the order of `batch`. A container that fails does not affect the others."""
     errors: list[Exception | None] = []
     for slot, entry in batch.items():
         try:
             slot.register(entry.containers, entry.clients)
             errors.append(None)
-        except Exception as error:  # raised again in the calls of this container
+        except Exception as error:
             errors.append(error)
     return errors
