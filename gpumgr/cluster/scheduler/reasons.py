@@ -53,7 +53,8 @@ class WaitingReasons:
         """The kind of reason without the quota. The index is asked only if some node has enough in total: most waiting pods lack even
         that."""
         await asyncio.sleep(0)
-        if not any(covers(node.sums, request.in_total) for node in self._rows.nodes.values()):
+        wanted = request.in_total
+        if not any(covers(node.sums, wanted) for node in self._rows.nodes.values()):
             return "resources"
         # Results that the index keeps for the verbs are not displaced.
         names, question = list(self._rows.nodes), Question(self._index, request, policy, keep=False)

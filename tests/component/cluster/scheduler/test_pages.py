@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from gpumgr.cluster.core import request
 from gpumgr.cluster.scheduler.api import Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.pages import application_of
 from gpumgr.cluster.scheduler.reasons import MAX_REQUESTS, WaitingReasons
 from gpumgr.common import aio
+from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
 from gpumgr.settings.schema import HttpSettings, SchedulerSettings
 from gpumgr.web.access import Origin
@@ -320,6 +322,27 @@ async def test_many_pods_with_a_known_reason_are_counted_in_slices(pages: PagesS
         await asyncio.sleep(0)
         turns += 1
     assert (len(await counting), turns >= 50) == (5000, True)
+
+
+async def test_the_sum_of_a_request_is_computed_once_and_not_for_each_node(
+    pages: PagesStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod may have 64 containers, a cluster 5,000 nodes."""
+    computed = 0
+
+    def counted(containers: Any) -> Amounts:
+        nonlocal computed
+        computed += 1
+        return in_total(containers)
+
+    in_total = request._in_total
+    monkeypatch.setattr(request, "_in_total", counted)
+    await pages.waits(pod("one", ("app", 6400, 0)))
+    rows = NodeRows(pages.watches)
+    await rows.refresh()
+    assert len(rows.nodes) > 1
+    ((_, kind, _),) = await WaitingReasons(pages.watches, rows, "binpack").kinds(pages.watches.pending.values())
+    assert (kind, computed) == ("resources", 1)
 
 
 async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
