@@ -29,6 +29,8 @@ _SOME_UUID: Final = " "
 #: is full (see `Profile.idle`) are few and keep more.
 _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
+#: Up to this number of nodes, their rooms are found node by node.
+_FEW: Final = 200
 #: All nodes are numbered again once the slots exceed twice the number of nodes by more than this. Then no other name gets a slot.
 _UNUSED_SLOTS: Final = 1024
 
@@ -188,6 +190,12 @@ class Profiles:
         if nodes.bit_count() < sum(map(len, groups)):
             return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
         return [each for group in groups for each in group.values() if each.nodes & nodes]
+
+    def rooms_of(self, nodes: int) -> list[Room]:
+        """The rooms on these nodes, sorted by key; rooms on other nodes may be among them."""
+        if nodes.bit_count() > _FEW:
+            return self.rooms
+        return sorted({room for place in self.places_of(nodes) for room in place.profile.rooms}, key=_key)
 
     def with_idle_gpus(self, count: int) -> int:
         """The nodes with at least `count` idle GPUs."""

@@ -188,7 +188,7 @@ class Largest(NamedTuple):
     @classmethod
     def on(cls, index: ClusterIndex, nodes: int) -> "Largest":
         profiles = index.profiles
-        rooms = (room for room in profiles.rooms if room.offered and room.nodes & nodes)
+        rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
         idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
         return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 

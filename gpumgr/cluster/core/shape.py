@@ -270,7 +270,7 @@ class Shape:
 
     def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
         """`left`: nodes where no GPU is found yet. Rooms are tried in the order in which a node's agent prefers them."""
-        rooms, least_cores = self._profiles.rooms, 1 if share.replica is not None else share.cores
+        rooms, least_cores = self._profiles.rooms_of(left), 1 if share.replica is not None else share.cores
         start = bisect_left(rooms, (least_cores, 0), key=_key)
         ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
         for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
@@ -372,7 +372,7 @@ class Shape:
         """`misfits` for a share."""
         allowed = nearest = 0
         least = float("inf")
-        for room in self._profiles.rooms:
+        for room in self._profiles.rooms_of(nodes):
             if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
                 if room.offered and share.replica is None:  # with replicas each node lacks the same, one GPU

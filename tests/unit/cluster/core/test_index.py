@@ -240,6 +240,15 @@ def test_names_that_no_node_has_are_bounded(index: ClusterIndex) -> None:
     assert set(Question(index, share(50, 8), "binpack").order([many[-1], "b"])) == {"b", many[-1]}
 
 
+def test_of_few_nodes_only_their_own_rooms_are_examined(index: ClusterIndex) -> None:
+    """A cluster of 5,000 nodes may have thousands of rooms."""
+    nodes = index.node_set(["b"])
+    question = Question(index, share(50, 8), "binpack", keep=False)
+    index.profiles.rooms = []
+    assert question.order(nodes) == ["b"]
+    assert Largest.on(index, nodes).may_fit(share(50, 8))
+
+
 def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) -> None:
     index = ClusterIndex()
     names = [f"node-{number}" for number in range(20)]
