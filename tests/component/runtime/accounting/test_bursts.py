@@ -7,20 +7,18 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.settings.schema import EnforcementSettings
 from tests.unit.ledger.samples import MIB, container, sample
-from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of
+from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of
 
 from .node import Node, breathe
 
 GPU = name_of(0)
 WEB, TRAIN = ("team", "web"), ("team", "train")
 PIDS = {"a": 11, "t": 21, "b": 31}
-TOTAL = BLOCKS * BLOCK_BYTES
 
 
 def share(letter: str, pod: tuple[str, str], blocks: int, mechanism: str = "limiter", *, cores: int = 0b1) -> Allocation:
