@@ -1,1 +1,1 @@
-"""Which process uses which GPU memory, which container it belongs to, and whether the container stays within its grant."""
+"""Which process uses which GPU memory, in which container, and whether the container stays within its grant."""

@@ -1,6 +1,8 @@
-"""Bursts of memory: how much memory above their requests containers may use now, and how much they hold. Starts, resumes and growth of
-other containers wait here until their memory is free. The limits are what
-pods demand by the annotation gpumgr.io/memory-limit. See `gpumgr.ledger.burst`."""
+"""Bursts of memory: how much memory above their requests containers may use now, as pods demand it by the annotation
+gpumgr.io/memory-limit.
+
+Starts, resumes and growth of other containers wait here until their memory is free. See `gpumgr.ledger.burst`.
+"""
 
 import asyncio
 from collections import Counter
@@ -28,19 +30,19 @@ from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
-#: The reason in the pod's event if its annotation gpumgr.io/memory-limit is not used.
+#: Reason of the event if the annotation gpumgr.io/memory-limit is not used.
 IGNORED: Final = "GpuMemoryLimitIgnored"
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
-#: How long the start of a container waits for lower limits of others. The kubelet ends PreStartContainer after 30 s.
+#: How long a start waits for lower limits of other containers. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
-#: Why the limits of containers are not in force before the container runtime has answered the agent.
+#: Why limits are not in force before the container runtime has answered the agent.
 NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Shares = Mapping[AllocationId, GpuShare]
 
 
 class Bursts:
-    """`obstacle` returns why these mechanisms can't change a limit of memory at once, also for running programs; None: they can."""
+    """`obstacle` returns why these mechanisms can't change a memory limit at once, also for running programs; None: they can."""
 
     def __init__(
         self,
@@ -52,24 +54,24 @@ class Bursts:
     ) -> None:
         self._agent_state, self._pods, self._events, self._obstacle = agent_state, pods, events, obstacle
         self.rule = EnforcementSettings()
-        #: The containers that may hold more than their requests: they have a higher limit, or had one and have not freed that memory.
+        #: The containers with a higher limit than their request, or that had one and have not freed that memory.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
-        #: Suspended container -> the memory that it had on each GPU. Others may use it until the resume.
+        #: Suspended container -> its memory on each GPU, which others may use until the resume.
         self._away: Mapping[AllocationId, Mapping[GpuName, int]] = {}
-        #: For each container that waits to start: its GPUs, on which no container may take more memory now.
+        #: For each waiting start: its GPUs, on which no container may take more memory now.
         self._starting: dict[object, Collection[GpuName]] = {}
-        #: The GPUs on which a resize waits for memory; no container may take more memory for a burst there. Each evaluation sets it anew.
+        #: GPUs on which a resize waits for memory, so no burst may take more. Each evaluation sets it anew.
         self.growing: Collection[GpuName] = ()
         self.in_force = LimitsInForce()
-        #: Set once the next evaluation has computed its limits; each evaluation makes a new event.
+        #: Set once the next evaluation has computed its limits. Each evaluation makes a new event.
         self._news = asyncio.Event()
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation of a sample: it notes the limits that new containers may have. `use`: what the containers use by
+        """Call it first in each evaluation of a sample; it notes the limits that new containers may have. `use`: what containers use by
         this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
@@ -83,7 +85,7 @@ class Bursts:
         self.growing = ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
-        """Returns `shares` and `use` with the limits of bursts. Call it once for each evaluation, with the state of this ledger."""
+        """Adds the limits of bursts to `shares` and `use`. Call it once for each evaluation, with the state of this ledger."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
         limits = self._demanded(ledger, {name: gpu.memory_mebibytes for name, gpu in gpus.items()}, shares, use)
         self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
@@ -115,15 +117,12 @@ class Bursts:
         return shares, use
 
     def _burst_before(self, ledger: Ledger, place: AllocationOnGpu, memory: ContainerMemory) -> bool:
-        """Whether memory above the request may be left from a burst: the container had a higher limit before."""
+        """Whether the container had a higher limit before, so that memory above its request may be left."""
         allocation = ledger.allocations[place[0]]
         ids_bytes = allocation.held_on(place[1]).memory_mebibytes << 20
         return (memory.used_bytes or 0) > ids_bytes and self.most_bytes(allocation, place[1]) > ids_bytes
 
     def _demanded(self, ledger: Ledger, sizes: Mapping[GpuName, int], shares: Shares, use: NodeUse) -> dict[AllocationOnGpu, int]:
-        """Returns the limits above requests, in bytes, including memory lent by suspended containers. Reports each annotation that is not
-        used, once. Containers that use one claim together have the highest limit that one of them demands. While a container's pod is
-        unknown, a use above the request counts as the limit, so that the container is not over its limit. `sizes`: in MiB."""
         limits, ignored = dict[AllocationOnGpu, int](), dict[Subject, str]()
         for allocation in (ledger.allocations[name] for name in shares):
             found = {gpu: allocation.limits_on(gpu).memory_mebibytes for gpu in allocation.gpus if allocation.lent_on(gpu)}
@@ -151,9 +150,11 @@ class Bursts:
         return limits
 
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have given the container another limit, by a resize or a burst, and this process has
-        computed no limits yet. If the setting allows no bursts now, it may have allowed them then: a burst is possible if the pod demands
-        one, or if the container uses more than the memory of its device ids plus the slack."""
+        """Whether an earlier process of the agent may have set another limit, by a resize or a burst, that this process does not know yet.
+
+        The setting may have allowed bursts then. So a burst is possible if the pod demands one, or if the container uses more than the
+        memory of its device ids plus the slack.
+        """
         if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
             return False
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self._slack_bytes
@@ -162,12 +163,12 @@ class Bursts:
 
     @property
     def _slack_bytes(self) -> int:
-        """A container that holds at most this much above its request prevents no start of another one."""
+        """A burst of at most this size prevents no start of another container."""
         return self.rule.over_limit_slack_mebibytes << 20
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The highest memory limit that may be in force for the container on the GPU; 0 for a suspended container; while it is being
-        suspended or resumed, at least what it had before that."""
+        """The highest memory limit that may be in force for the container on the GPU: 0 if it is suspended; during a suspension or a resume
+        at least what it had before."""
         moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
@@ -183,7 +184,7 @@ class Bursts:
         limited = dict(shares)
         for name, share in shares.items():
             if any((name, gpu.name) in self._above for gpu in share.gpus):
-                # A suspended container keeps its burst, since it has the memory again when it is resumed.
+                # A suspended container keeps its burst, because it gets that memory back at the resume.
                 limits = {gpu: found[name] for gpu, found in now.items() if name in found} or self._away.get(name, {})
                 parts = [replace(gpu, burst_bytes=max(0, limits.get(gpu.name, 0) - gpu.memory_bytes)) for gpu in share.gpus]
                 limited[name] = replace(share, gpus=tuple(parts))
@@ -192,10 +193,12 @@ class Bursts:
     # -- before a container starts or is resumed ---------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Call it before a container starts. For a share, waits until the limits of other containers' bursts are lowered to what they use.
-        Raises Refusal if that takes too long, or if the starting container's memory is not free then. If the container runtime has not
-        answered the agent in this time, only the free memory decides: the kubelet starts containers with that runtime, so the agent's
-        connection is wrong, and may stay so."""
+        """Call it before a container starts. For a share, waits until other containers' bursts have limits no higher than their use.
+
+        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered in
+        this time, only the free memory decides: the kubelet starts containers with that runtime, so the agent's connection is wrong, and
+        may stay so.
+        """
         gpus = tuple(allocation.gpus) if is_share(allocation) else ()
         key = object()
         self._starting[key] = gpus
@@ -221,8 +224,8 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other containers on the GPU -> the bytes that their limits in force let them take beyond the larger of two amounts: what is set
-        aside for them, and what they use."""
+        """Other containers on the GPU -> the bytes that their limits let them take beyond what they use and what is set aside for them (the
+        larger of the two)."""
         reach = {}
         for other in self._agent_state.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):
@@ -234,12 +237,11 @@ class Bursts:
         return reach
 
     def _not_lowered(self, reach: Collection[AllocationId]) -> tuple[str, str] | None:
-        """One of these containers, if its limit could not be lowered, and the reason."""
         known = self._agent_state.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.in_force.obstacles.items() if name in reach), None)
 
     def _memory(self, gpu: GpuName, but: Allocation | None = None) -> GpuMemory:
-        """The memory of the containers on the GPU, without suspended containers and without `but`."""
+        """The memory of the containers on the GPU, without suspended ones and `but`."""
         ledger = self._agent_state.ledger
         left_out = {*self._away, but.id if but else ""}
         not_counted = sum((a.amounts_on(gpu) - a.shrunk_on(gpu)).memory_mebibytes for a in ledger.on(gpu) if a.id in left_out)
@@ -251,26 +253,24 @@ class Bursts:
         )
 
     def _may_lack_memory(self, allocation: Allocation, gpu: GpuName) -> bool:
-        """Whether other containers may still take memory that the starting container needs."""
         reach_bytes = sum(self._reach(allocation, gpu).values())
         return bool(reach_bytes and self._missing_bytes(allocation, gpu, reach_bytes))
 
     def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0, *, free_only: bool = False) -> int:
-        """How many bytes the GPU lacks for the starting container, in addition to what it uses, if other containers take `reach_bytes`
-        more. `free_only`: what they have not used yet does not count, since it is not known what they use."""
+        """How many bytes the GPU lacks for the starting container's further use if other containers take `reach_bytes` more. `free_only`:
+        ignores memory that is granted but not used, because the use is not known."""
         known = self._memories.get((allocation.id, gpu))
         need_bytes = max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
         return self._memory(gpu, but=allocation).missing_bytes(need_bytes, 0 if free_only else need_bytes, reach_bytes)
 
     def unknown_memory(self, gpus: Collection[GpuName]) -> str | None:
-        """Says which of these GPUs has an unknown amount of free memory; None if all are known."""
+        """Why it is not known how much memory of these GPUs is free; None if it is known."""
         unknown = [gpu for gpu in gpus if self._free_bytes.get(gpu) is None]
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
-        """Says which container is resumed before this suspended one, or which GPU has too little memory for it and who uses that memory;
-        None: the container can be resumed. `needs`: GPU -> bytes. With `lowers`, the resume also waits for lower limits of other containers
-        on these GPUs; the text is empty while they may still take effect."""
+        """Why this suspended container can't be resumed; None: it can. `needs`: GPU -> bytes. With `lowers` the resume also waits for lower
+        limits of others on these GPUs; the text is empty while they may still take effect."""
         if (before := ahead(self._agent_state.suspensions, allocation.id)) is not None:
             holder = self._agent_state.ledger.allocations.get(before)
             return f"it waits for {holder.describe() if holder else before}, which is before it"
@@ -291,19 +291,19 @@ class Bursts:
         return None
 
     def users_of(self, allocation: Allocation, gpus: Collection[GpuName]) -> str:
-        """Says who uses these GPUs, on which the driver found too little memory for the container."""
+        """For a container that found too little memory on these GPUs: who uses them."""
         holders = (f"GPU {gpu}, used by {used_by(self._others_use(allocation, gpu))}" for gpu in gpus)
         return f"the driver found too little memory on {' and '.join(holders)}"
 
     def _others_use(self, allocation: Allocation, gpu: GpuName) -> Mapping[str, int]:
-        """What the other containers on the GPU use, by their names, in bytes."""
+        """Holder -> the bytes that it uses, without this container."""
         known = self._agent_state.ledger.allocations
         return {
             known[name].describe(): each.used_bytes or 0 for name, each in self._memory(gpu, but=allocation).containers.items()
         }
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        """Raises Refusal if the container's memory is not free, and a burst of another one holds more than the slack above its request."""
+        """Raises Refusal if the container's memory is not free, and a burst of another one holds more than the slack."""
         others = self._memory(gpu, but=allocation).containers
         bursts = [(each.burst_bytes, name) for name, each in others.items() if (name, gpu) in self._above]
         burst_bytes, holder = max(bursts, default=(0, ""))
@@ -317,7 +317,7 @@ class Bursts:
 
 
 def _guaranteed_bytes(allocation: Allocation, gpu: GpuName) -> int:
-    """The bytes that are kept for the container on the GPU. The container may use more if the memory is oversubscribed."""
+    """The bytes that are kept for the container on the GPU. It may use more if the memory is oversubscribed."""
     kept = allocation.gpus[gpu] if gpu in allocation.limits else allocation.guaranteed_on(gpu)
     return kept.memory_mebibytes << 20
 

@@ -29,9 +29,9 @@ _NSPID: Final = re.compile(r"^NSpid:[ \t0-9]*[ \t](?P<pid>[0-9]{1,10})[ \t]*$", 
 
 
 def memory_path(text: str) -> str | None:
-    """/proc/PID/cgroup -> the path in the hierarchy that counts memory: v1's if there is one (v1 and hybrid), else the unified one."""
+    """/proc/PID/cgroup -> the path in the hierarchy that counts memory: v1's if there is one, else the unified one."""
     unified = None
-    # The kernel keeps newlines out of names of cgroups; every other character that ends a line for Python may be in one.
+    # A cgroup's name has no newline, but may have any other character that ends a line for Python.
     for line in text.split("\n"):
         hierarchy, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
@@ -46,22 +46,21 @@ def memory_path(text: str) -> str | None:
 
 
 def container_id_in(path: str) -> str | None:
-    """The id of the kubelet's container that `path` names: the outermost one below the kubelet's cgroup, since the whole node can be a
-    container, and a container can have containers. If the kubelet names no parent (cgroupsPerQOS false), the runtime chooses one, such as
-    /system.slice, /k8s.io or /docker; then the outermost container in the path."""
+    """The id of the kubelet's container that `path` names: the outermost one below the kubelet's cgroup, because the node can be a
+    container, and a container can have containers. Without a parent of the kubelet (cgroupsPerQOS false) the runtime chooses one, such as
+    /system.slice, /k8s.io or /docker; then the outermost container in the path counts."""
     found = _CONTAINER.search(path, max(0, path.find("kubepods"))) or _CONTAINER.search(path)
     return found["id"] if found else None
 
 
 def own_cgroup(path: str, container_id: str) -> str | None:
-    """The cgroup of a container, cut out of the path of one of its processes (which may be in a cgroup below it); None if no name in the
-    path contains the id."""
+    """Cuts the container's cgroup out of the path of one of its processes; None if the path lacks the id."""
     above, found, _ = path.partition(container_id)
     return above + found + path[len(above) + len(found) :].partition("/")[0] if found else None
 
 
 def parse_nspid(text: str) -> int | None:
-    """/proc/PID/status -> the process's number in its own (innermost) pid namespace."""
+    """/proc/PID/status -> the pid in the innermost pid namespace."""
     found = _NSPID.search(text)
     return int(found["pid"]) if found else None
 
@@ -78,17 +77,15 @@ _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
 
 class Hierarchy(msgspec.Struct, frozen=True, kw_only=True):
-    """The cgroup hierarchy of a node. `root`: the mount point of the hierarchy that counts memory; `Container.cgroup` is a path below it.
-    v2 has one hierarchy for all controllers, and v1 has one for each controller. hybrid is v1 with an additional v2 hierarchy, which has
-    few controllers or none.
-    """
+    """`root`: the mount point of the hierarchy that counts memory; `Container.cgroup` is a path below it. v1 has one hierarchy for each
+    controller, v2 one for all. hybrid is v1 with an additional v2 hierarchy, which has few controllers or none."""
 
     mode: Mode
     root: Path
 
 
 def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
-    """/proc/mounts -> the hierarchy mounted at or below `cgroup_root`; None if no hierarchy there can count memory."""
+    """/proc/mounts -> the hierarchy at or below `cgroup_root`; None if none there can count memory."""
     memory = unified = None
     v1 = False
     for line in mounts.split("\n"):
@@ -110,7 +107,7 @@ def parse_hierarchy(mounts: str, cgroup_root: Path) -> Hierarchy | None:
 
 
 class Cgroups:
-    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. All files are small, and no read waits for a disk."""
+    """Reads below `cgroup_root` (normally /sys/fs/cgroup) and `proc_root`. No read waits for a disk."""
 
     def __init__(self, cgroup_root: Path, proc_root: Path = Path("/proc")) -> None:
         self._cgroup_root = cgroup_root
@@ -118,7 +115,7 @@ class Cgroups:
         self._hierarchy: Hierarchy | None = None
 
     def hierarchy(self) -> Hierarchy:
-        """The hierarchy of this node, which does not change until the next boot. Raises CriError if there is none."""
+        """The hierarchy of this node. Raises CriError if there is none."""
         if self._hierarchy is None:
             mounts = self._proc_root / "mounts"
             try:
@@ -134,19 +131,18 @@ class Cgroups:
         return self._hierarchy
 
     def path_of(self, pid: int) -> str | None:
-        """The cgroup of a process, as in `Container.cgroup`; None if the process is gone."""
+        """The cgroup of a process; None if the process is gone."""
         text = self._of_process(pid, "cgroup")
         return memory_path(text) if text is not None else None
 
     def pid_in_container_of(self, pid: int) -> int | None:
-        """The pid of a process in the innermost of its pid namespaces; None if the process is gone."""
+        """The pid of a process in its innermost pid namespace; None if the process is gone."""
         text = self._of_process(pid, "status")
         return parse_nspid(text) if text is not None else None
 
     def pids(self, cgroup: str) -> tuple[int, ...]:
-        """The host's pids of all processes in `cgroup` (a path as in `Container.cgroup`) and below, ascending; none if the cgroup is
-        gone. Raises CriError if the hierarchy or a cgroup in it can't be read.
-        """
+        """The host's pids of all processes in `cgroup` and below, ascending; none if it is gone. Raises CriError if a cgroup can't be
+        read."""
         root = self.hierarchy().root
         folder = root / cgroup.lstrip("/")
         if ".." in folder.parts:
@@ -164,8 +160,8 @@ class Cgroups:
             ) from error
 
     def memory_left(self, cgroup: str) -> int | None:
-        """How many bytes the limits of the cgroup and of the cgroups above it leave. Page cache that the kernel can drop counts as free.
-        None: no limit can be read. Raises CriError if there is no hierarchy."""
+        """The bytes that the limits of the cgroup and of the cgroups above it leave; None without a limit. Page cache that the kernel can
+        drop counts as free. Raises CriError if there is no hierarchy."""
         hierarchy, left = self.hierarchy(), list[int]()
         limit, usage, cache = _MEMORY_FILES["v2" if hierarchy.mode == "v2" else "v1"]
         folder = hierarchy.root / cgroup.lstrip("/")
@@ -184,8 +180,7 @@ class Cgroups:
 
 
 def _text(file: Path) -> str:
-    """The file's bytes as text, read without universal newlines, which would end a line at a carriage return in a name. Raises
-    OSError."""
+    """Raises OSError. A text file's universal newlines would end a line at a carriage return in a name."""
     return file.read_bytes().decode(errors="surrogateescape")
 
 
@@ -195,7 +190,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def _processes(folder: Path) -> Iterator[int]:
-    """The processes of one cgroup; v1 may list a process twice. Raises OSError."""
+    """v1 may list a process twice. Raises OSError."""
     try:
         text = (folder / "cgroup.procs").read_text()
     except OSError as error:

@@ -11,9 +11,8 @@ from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.suspension import Moved, Suspension, Verb
 
-#: The agent does not import the program, which is a process of its own.
 PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
-#: How long a suspension waits for GPU work that was submitted before it.
+#: How long a suspension waits for GPU work that was submitted before.
 WORK_SECONDS: Final = 10.0
 #: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
 _LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
@@ -23,7 +22,7 @@ async def move(
     verb: Verb, allocation: AllocationId, suspension: Suspension, *, library: str, proc_root: Path, lock_file: Path
 ) -> Moved:
     """Moves the container's GPU memory to the host (suspend) or back (resume). If it is not known what the program did, `held` has all
-    processes. `library`: name or path of libcuda. `lock_file` is made if it is missing, in a folder that exists while containers run."""
+    processes. `library`: name or path of libcuda. `lock_file` is created if missing, in a folder that exists while containers run."""
     seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
     all_of_them = [pid for pid, _ in suspension.processes]
     try:

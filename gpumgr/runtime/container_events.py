@@ -1,5 +1,4 @@
-"""Entries of the history about containers, which become events of their pods. `FindingsReporter` adds entries for findings of the
-enforcement backends."""
+"""Entries of the history about containers, which become events of their pods."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -17,9 +16,8 @@ from gpumgr.ledger.node_use import Container
 from gpumgr.ledger.suspension import overcommitted, used_by
 from gpumgr.placement.pods import PodKey
 
-#: Reason of the event of a container that is over its memory limit.
 OVER_LIMIT: Final = "GpuMemoryOverLimit"
-#: Reason of the event of a pod with a container on a GPU with too little memory for its active containers.
+#: Reason of the event if a GPU has too little memory for its active containers.
 OVERCOMMITTED: Final = "GpuOvercommitted"
 #: A pod's name and UID, and one of its containers.
 User = tuple[PodKey, str, str | None]
@@ -28,7 +26,7 @@ Subject = tuple[AllocationId, User | None]
 
 
 class ContainerEvents:
-    """`containers` returns the containers that run on allocations: `pod_of` uses their pods if the ledger has no pod yet."""
+    """`containers` returns the containers that run on allocations. `pod_of` uses their pods if the ledger has none."""
 
     def __init__(self, agent_state: AgentState, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._agent_state, self._containers = agent_state, containers
@@ -36,12 +34,12 @@ class ContainerEvents:
         self._reported: dict[tuple[str, ...], Mapping[Subject, str]] = {}
 
     def add(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName) -> None:
-        """Adds an event with this reason and message. `gpus` are the GPUs concerned; without them, all GPUs of the allocation."""
+        """Adds an event. Without `gpus` it concerns all GPUs of the allocation."""
         self._agent_state.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
-        """As `add`, unless the same entry is among the history's newest. `user`: the container that the event concerns instead of the
-        allocation's first user."""
+        """As `add`, unless the history's newest entries contain the same one. `user`: whom the event concerns instead of the allocation's
+        first user."""
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
@@ -58,7 +56,7 @@ class ContainerEvents:
         return new
 
     def pod_of(self, allocation: AllocationId) -> tuple[PodKey, str] | None:
-        """Name and UID of the allocation's pod, from the ledger, else from the container runtime; None if unknown."""
+        """The allocation's pod and its UID, from the ledger or else from the container runtime; None if unknown."""
         holder, containers = self._agent_state.ledger.allocations.get(allocation), self._containers().get(allocation, ())
         if holder and holder.claim and containers and holder.uid not in {each.pod_uid for each in containers}:
             holder = None  # the ledger has the claim's first user, which has ended
@@ -75,10 +73,8 @@ class ContainerEvents:
 
 
 def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
-    """Reports GPUs with too little memory for their active containers, because it is granted more than once (hami.device_memory_scaling).
-
-    A container is active unless it is suspended. What counts is how much the active containers may use, not how much they use: beyond the
-    GPU's memory, an allocation of any of them can fail although it is within the container's limit."""
+    """Reports GPUs with too little memory for what their active containers may use, because it is granted more than once
+    (hami.device_memory_scaling). A container is active unless it is suspended. An allocation within the container's limit can then fail."""
     ledger = agent_state.ledger
     for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
         active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)
@@ -100,7 +96,7 @@ def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> No
 
 log = structlog.get_logger(__name__)
 
-#: The same finding within this time is not reported again, so that a finding that goes and returns is reported once.
+#: The same finding within this time is not reported again, so a finding that goes and returns is reported once.
 SAME_FINDING_SECONDS: Final = 60.0
 
 _REASONS: Final[Mapping[FindingCode, str]] = {
@@ -119,7 +115,7 @@ class FindingsReporter:
         self._seen_at: dict[tuple[AllocationId, FindingCode], float] = {}
 
     def report(self, findings: Iterable[tuple[str, Finding]], allocations: Mapping[AllocationId, Allocation]) -> None:
-        """`findings`: all of one check, each with its backend. Findings of allocations that are gone are dropped."""
+        """`findings`: all of one check, each with its backend. Drops findings of allocations that are gone."""
         now = self._clock()
         for backend, finding in findings:
             if (holder := allocations.get(finding.allocation)) is None:

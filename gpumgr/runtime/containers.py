@@ -1,7 +1,7 @@
 """Finds the node's containers, and the containers of processes, in a cache that polls the runtime.
 
-A process belongs to the container that has the process's cgroup, or a cgroup above it, according to the runtime. If the runtime does not
-list such a container (yet), the container id in the cgroup's path counts.
+A process belongs to the container with the process's cgroup or a cgroup above it. If the runtime does not list such a container (yet), the
+container id in the cgroup's path counts.
 """
 
 import asyncio
@@ -25,20 +25,22 @@ _log = structlog.get_logger(__name__)
 EAGER_SECONDS: Final = 15.0
 EAGER_PERIOD_SECONDS: Final = 1.0
 CALM_PERIOD_SECONDS: Final = 10.0
-#: The shortest time between two polls for unknown containers: many containers that start at once cause few polls. It is short, since a
-#: container's program may wait for such a poll (backend vcuda).
+#: The shortest time between two polls for unknown containers, so that many starts at once cause few polls. A starting program may wait for
+#: such a poll (backend vcuda).
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
-#: A poll may begin this much before its period is over, since calls of `tick` are not exactly a second apart.
+#: A poll may begin this much too early, because calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1
 
-#: The first process's pid and the container's cgroup, requested from the runtime once for each container.
+#: The first process's pid, and the container's cgroup.
 Location = tuple[int | None, str]
 
 
 class Containers:
-    """Call `tick` once a second or more often. If the runtime is unavailable, only `container_of` raises an error about it; `unavailable`
-    has the reason, and the cache stays. `runs` returns whether a process still runs; `clock` is monotonic, in seconds, and `sleep` waits by
-    the same clock."""
+    """Call `tick` at least once a second. While the runtime is unavailable, the cache stays, `unavailable` has the reason, and only
+    `container_of` raises.
+
+    `runs` returns whether a process still runs. `clock` is monotonic, in seconds; `sleep` waits by it.
+    """
 
     def __init__(
         self,
@@ -58,37 +60,33 @@ class Containers:
         self._polling = asyncio.Lock()
         #: Why the runtime does not answer; None while it answers, and before the first poll.
         self.unavailable: str | None = None
-        #: Whether the runtime has ever answered.
         self.listed = False
         self._table: dict[str, Container] = {}
-        #: Container's id -> its location. None: it is not known yet, and the request is repeated; a failure was logged.
+        #: Container's id -> its location; None after a failed request, which is repeated.
         self._locations: dict[str, Location | None] = {}
         self._processes: dict[Process, str] = {}
-        #: Container ids that occur in cgroups, but that the runtime does not list: the pods' sandboxes.
+        #: Container ids in cgroups that the runtime does not list: the pods' sandboxes.
         self._unlisted: set[str] = set()
 
     @property
     def due(self) -> bool:
-        """Whether `tick` would poll."""
         now = self._clock()
         period_seconds = EAGER_PERIOD_SECONDS if now < self._eager_until else CALM_PERIOD_SECONDS
         return now - self._polled_at >= period_seconds - _EARLY_SECONDS
 
     def running(self) -> Sequence[Container]:
-        """The containers that ran at the last poll."""
         return tuple(container for container in self._table.values() if container.running)
 
     def pids(self, container: Container) -> tuple[int, ...]:
-        """The host's pids of all processes in the container's cgroup and below, now, ascending; none if its cgroup is gone or
-        unknown. Raises CriError if the cgroups can't be read."""
+        """The host's pids of all processes in the container's cgroup and below, ascending; none if the cgroup is gone or unknown. Raises
+        CriError if the cgroups can't be read."""
         return self._cgroups.pids(container.cgroup) if container.cgroup is not None else ()
 
     def wake(self) -> None:
-        """Makes `tick` poll once a second for a while, since a container is about to start."""
+        """Makes `tick` poll once a second for a while, because a container is about to start."""
         self._eager_until = self._clock() + EAGER_SECONDS
 
     async def tick(self) -> None:
-        """Polls the runtime if a poll is due."""
         async with self._polling:
             if self.due:
                 await self._refresh()
@@ -98,9 +96,8 @@ class Containers:
             await self._refresh()
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
-        """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or
-        is gone. An unknown container causes a poll, UNKNOWN_PERIOD_SECONDS after the last one at the earliest. Raises CriError for an
-        unknown container while the runtime is unavailable."""
+        """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or is
+        gone. An unknown container causes a poll; raises CriError if the runtime is unavailable then."""
         process = (pid, start_time)
         path = self._processes.get(process) or self._cgroups.path_of(pid)
         if path is None or not self.runs(process):
@@ -118,7 +115,7 @@ class Containers:
         return container
 
     def _holding(self, path: str) -> Container | None:
-        """The listed container that has this cgroup or a cgroup above it; without one, the listed container that the path names."""
+        """The listed container with this cgroup or a cgroup above it; without one, the listed container that the path names."""
         running_last = sorted(self._table.values(), key=lambda each: each.running)
         by_cgroup = {each.cgroup: each for each in running_last if each.cgroup is not None}
         at = path
@@ -129,7 +126,6 @@ class Containers:
         return self._table.get(container_id_in(path) or "")
 
     async def _poll_for(self, container_id: str) -> None:
-        """Polls for a container that is not in the table, unless the runtime is unavailable."""
         since = self._clock()
         if self.unavailable is not None:
             self.wake()
@@ -165,7 +161,6 @@ class Containers:
         self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
 
     async def _update_table(self, listed: Sequence[Container]) -> None:
-        """Updates the table, then requests the locations of running containers that have none."""
         self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
         self._table = {each.id: self._located(each) for each in listed}
         missing = [each for each in listed if each.running and self._locations.get(each.id) is None]
@@ -175,7 +170,7 @@ class Containers:
                 break
 
     async def _locate(self, container: Container) -> bool:
-        """Requests the location of a container. False: the request failed, so the other requests wait for the next poll."""
+        """Requests the container's location. Returns False if that failed; then other requests wait for the next poll."""
         try:
             first = await self._client.init_process(container.id)
         except CriError as error:
@@ -193,8 +188,7 @@ class Containers:
         return replace(container, pid=pid if container.running else None, cgroup=cgroup)
 
     def _location(self, container_id: str, first: FirstProcess) -> Location | None:
-        """(pid, cgroup). The cgroup of the first process counts if it can be read, since the spec's path is only a request (runc may
-        choose another)."""
+        """The first process's cgroup counts if it can be read, because the spec's path is only a request (runc may choose another)."""
         path = self._cgroups.path_of(first.pid) if first.pid is not None else None
         cgroup = (own_cgroup(path, container_id) if path is not None else None) or first.cgroups_path
         return (first.pid, cgroup) if cgroup is not None else None

@@ -1,11 +1,11 @@
-"""A client of the container runtime: CRI v1 over its unix socket, as the kubelet uses it. The client only reads.
+"""A client of the container runtime: CRI v1 over its unix socket. The client only reads.
 
-While pods start, the agent lists the containers once a second, and the answer has some hundred containers with all their annotations. So
-the lists are decoded by hand, and only the needed fields are read (with generated code 25 times as much CPU).
+While pods start, the agent lists the containers once a second, some hundred with all their annotations. So lists are decoded by hand, and
+only the needed fields are read (generated code takes 25 times as much CPU).
 
-`driver_access` decides, from what the runtime reports, whether NVIDIA's container toolkit adds the driver's files to containers. The
-toolkit acts in containers of its own runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs; containers
-that get GPUs from gpumgr name none. Source: NVIDIA Container Toolkit, architecture overview.
+`driver_access` decides whether NVIDIA's container toolkit adds the driver's files to containers. The toolkit acts in containers of its own
+runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs; gpumgr's containers name none. Source: NVIDIA
+Container Toolkit, architecture overview.
 """
 
 import asyncio
@@ -47,25 +47,23 @@ _TOOLKIT: Final = re.compile("nvidia", re.IGNORECASE)
 
 
 class RuntimeVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The container runtime: "containerd" or "cri-o", and its version."""
+    """`name`: "containerd" or "cri-o"."""
 
     name: str
     version: str
 
 
 class FirstProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A container's first process, from the verbose status. CRI does not define the content of that verbose part. None = not reported.
-
-    `cgroups_path` is `linux.cgroupsPath` of the OCI runtime spec if that is a path; for the systemd driver it is not.
-    """
+    """A container's first process; None: not reported. CRI does not define this part of the verbose status. `cgroups_path`:
+    `linux.cgroupsPath` of the OCI runtime spec, unless the systemd driver has another form there."""
 
     pid: int | None = None
     cgroups_path: str | None = None
 
 
 class Runtimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The low-level runtimes. `programs`: name -> program, "" if it is not reported. `default`: the name of the runtime for pods without a
-    runtime class; None: not reported."""
+    """The low-level runtimes. `programs`: name -> program; "" if not reported. `default`: the runtime of pods without a runtime class; None
+    if not reported."""
 
     default: str | None = None
     programs: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -79,7 +77,7 @@ class Runtimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriClient:
-    """Stays connected, and reconnects after a restart of the runtime. Create it inside the event loop; `close` it.
+    """Reconnects after a restart of the runtime. Create it inside the event loop, and call `close` at the end.
 
     All calls raise CriError if the runtime is unavailable, refuses, or takes longer than `timeout_seconds`.
     """
@@ -95,7 +93,6 @@ class CriClient:
             return RuntimeVersion(name=found.runtime_name, version=found.runtime_version)
 
     async def runtimes(self) -> Runtimes:
-        """The low-level runtimes with which the container runtime starts containers."""
         with self._explained("ask the container runtime for its default runtime"):
             return parse_runtimes(await self._call("Status", cri.StatusRequest(verbose=True), cri.StatusResponse))
 
@@ -107,7 +104,6 @@ class CriClient:
             )
 
     async def ready_sandboxes(self) -> tuple[PodSandbox, ...]:
-        """The pods that have a sandbox in the state READY."""
         state = cri.PodSandboxState(cri.PodSandboxState.SANDBOX_READY)
         ready = cri.PodSandboxFilter(state=cri.PodSandboxStateValue(state=state))
         with self._explained("list the pods' sandboxes"):
@@ -115,7 +111,7 @@ class CriClient:
             return await asyncio.to_thread(parse_ready_sandboxes, answer)
 
     async def init_process(self, container_id: str) -> FirstProcess | None:
-        """The first process of a container and its cgroup; None if the container no longer exists."""
+        """The first process of a container; None if the container is gone."""
         with self._explained(f"ask for the status of container {container_id}"):
             try:
                 request = cri.ContainerStatusRequest(container_id=container_id, verbose=True)
@@ -129,7 +125,7 @@ class CriClient:
         self._channel.close()
 
     async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
-        """Makes one call. No call changes anything, so the call is repeated if the connection had ended while it was idle."""
+        """Repeats the call if the connection had ended while it was idle, because no call changes anything."""
         route = _SERVICE + method
         try:
             return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
@@ -138,7 +134,7 @@ class CriClient:
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Turns every error of a call into a CriError; `doing` is like "list the containers"."""
+        """Turns every error of a call into a CriError. `doing` is like "list the containers"."""
         try:
             yield
         except (wire.WireError, UnreadableText) as error:
@@ -161,27 +157,27 @@ class _Spec(msgspec.Struct, frozen=True):
 
 
 class _Info(msgspec.Struct, frozen=True):
-    """The object under the key "info", as containerd (internal/cri/server/container_status.go) and CRI-O (server/container_status.go)
-    both write it; containerd 1.6 and later write more fields."""
+    """The object under the key "info". Source: containerd (internal/cri/server/container_status.go) and CRI-O
+    (server/container_status.go)."""
 
     pid: int = 0
     spec: _Spec | None = msgspec.field(name="runtimeSpec", default=None)
 
 
 def parse_containers(data: bytes) -> tuple[Container, ...]:
-    """Decodes a ListContainersResponse: the containers that the kubelet made (they have its labels), in any state. Raises WireError."""
+    """The containers with the kubelet's labels in a ListContainersResponse, in any state. Raises WireError."""
     found = (_container(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1)
     return tuple(container for container in found if container is not None)
 
 
 def parse_ready_sandboxes(data: bytes) -> tuple[PodSandbox, ...]:
-    """Decodes a ListPodSandboxResponse: the sandboxes that are ready. Raises WireError."""
+    """The ready sandboxes in a ListPodSandboxResponse. Raises WireError."""
     found = (_ready_sandbox(data, start, end) for number, start, end in wire.spans(data, 0, len(data)) if number == 1)
     return tuple(sandbox for sandbox in found if sandbox is not None)
 
 
 def parse_status(status: cri.ContainerStatusResponse) -> FirstProcess:
-    """Decodes the answer to a verbose request. Raises UnreadableText if its JSON is not as expected."""
+    """Decodes the answer to a verbose request. Raises UnreadableText."""
     text = status.info.get("info")
     if text is None:
         return FirstProcess()
@@ -223,8 +219,7 @@ def _ready_sandbox(data: bytes, start: int, end: int) -> PodSandbox | None:
 
 
 def _scan(data: bytes, start: int, end: int, *fields: int) -> tuple[Mapping[int, int], list[str]]:
-    """The varint fields of the message at start..end, and the strings of `fields`: the last one, which counts if a field is repeated, or ""
-    if it is missing."""
+    """The varint fields of the message at start..end, and the strings of `fields`: "" if missing, the last one if repeated."""
     texts: dict[int, list[str]] = {field: [] for field in fields}
     return wire.scan(data, start, end, texts), [found[-1] if found else "" for found in texts.values()]
 
@@ -247,7 +242,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def parse_runtimes(status: cri.StatusResponse) -> Runtimes:
-    """The runtimes in the answer to a verbose request for the status. Raises UnreadableText if its JSON is not as expected."""
+    """Decodes the answer to a verbose request for the status. Raises UnreadableText."""
     config = decode_json(status.info.get("config", "{}"), _Config)
     names = [each.name for each in status.runtime_handlers if each.name]
     if config.containerd is None:
@@ -263,9 +258,8 @@ def _program(runtime: _Runtime) -> str:
 
 
 def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
-    """Decides whether gpumgr mounts the driver's files or the toolkit adds them. `setting`: container.driver_files; `runtimes` None: the
-    container runtime has not answered yet. In doubt gpumgr mounts the files and keeps the toolkit from adding them, which works with and
-    without the toolkit."""
+    """Whether gpumgr mounts the driver's files or the toolkit adds them. `setting`: container.driver_files. `runtimes`: None before the
+    container runtime's first answer. In doubt gpumgr mounts the files and keeps the toolkit from adding them, which always works."""
     if setting == "toolkit":
         return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
     if runtimes is None:

@@ -1,15 +1,16 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
 Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that a suspension waits
-for submitted work. Standard input has one JSON object: `processes`, pairs of pid and start time, and `required`, the pids for which the
-driver must report a state while they run. The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes
-that are locked or checkpointed, or of unknown state; `failed`: the processes that can't go on; `error` if something failed, with
-`out_of_memory` if the GPU lacked memory; `untouched`: no process was changed. A process is left out if it has ended, or if it does not use
-CUDA and is not required.
+for submitted work. Standard input has one JSON object: `processes` (pairs of pid and start time), and `required`, the pids for which the
+driver must report a state while they run.
 
-Each step depends only on the driver's state of each process, so an interrupted run can be repeated. By a lock on the file, a run waits for
-an earlier run with the same lock's name, which a killed agent may have left. If one process can't be suspended, the others are restored
-and unlocked. If the GPU lacks memory for one in a resume, the others are moved to the host again.
+The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes that are locked, checkpointed or of unknown
+state; `failed`: the processes that can't go on; `error`, with `out_of_memory` if the GPU lacked memory; `untouched`: no process was
+changed. It leaves out processes that have ended, or that are not required and do not use CUDA.
+
+Each step depends only on the driver's states, so an interrupted run can be repeated. The lock makes a run wait for an earlier one, which a
+killed agent may have left. If a suspension fails for one process, the others are restored and unlocked. If a resume lacks GPU memory for
+one, the others are moved to the host again.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ _WAIT_SECONDS = 0.1
 
 
 class _Args(ctypes.Structure):
-    """The arguments of any of the functions: 64 bytes. Only Lock reads a field."""
+    """The arguments of any of the functions. Only Lock reads a field."""
 
     _fields_ = (("timeout_milliseconds", ctypes.c_uint), ("reserved", ctypes.c_uint * 15))
 
@@ -45,13 +46,13 @@ class _Processes:
         self._started, self._required = {int(pid): int(started) for pid, started in request["processes"]}, request["required"]
 
     def load(self, library: str) -> None:
-        """Raises OSError if the library can't be loaded, and _CudaError if CUDA does not start."""
+        """Raises OSError if the library can't be loaded, _CudaError if CUDA does not start."""
         self._cuda = ctypes.CDLL(library)
         if code := self._cuda.cuInit(0):
             raise _CudaError("cuInit", 0, code)
 
     def run(self, before: int, function: str, *, stop: bool = False) -> _CudaError | None:
-        """Calls the function for all processes in the state `before`; with `stop`, only until a call fails. Returns the first error."""
+        """Calls the function for all processes in the state `before`; with `stop` until a call fails. Returns the first error."""
         name, first = f"cuCheckpointProcess{function}", None
         for pid in [pid for pid, state in self.states().items() if state == before]:
             arguments = _Args(timeout_milliseconds=self._milliseconds if function == "Lock" else 0)
@@ -79,7 +80,6 @@ class _Processes:
         return [*filter(self._runs, self._started)]
 
     def unknown(self) -> list[int]:
-        """The required processes that run and have no state."""
         states = self.states()
         return [pid for pid in self._required if pid not in states and self._runs(pid)]
 

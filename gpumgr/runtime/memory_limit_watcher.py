@@ -1,7 +1,7 @@
 """Evaluates each sample of the driver: who uses what, and who too much; resizes, bursts and suspensions; the backends' findings.
 
-Who uses too much is decided by three sources: the driver reports the memory of each process, the kernel reports its cgroup, and the ledger
-has what the container was granted. What containers and the libraries in them report about themselves does not count there.
+The driver's figures, the kernel's cgroups and the ledger decide who uses too much. What containers and the libraries in them report about
+themselves does not count there.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +34,6 @@ from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod that is evicted.
 EVICTED: Final = "GpuPodEvicted"
 _REQUESTER: Final = "memory limit"
 #: How long an evaluation waits for the container runtime, and for the enforcement backends.
@@ -60,7 +59,7 @@ class Backends(Protocol):
 
 
 class LimitMeter(SuspendMeter, Protocol):
-    """Metrics of this package (gpumgr.web.metrics.Metrics)."""
+    """Implemented by gpumgr.web.metrics.Metrics."""
 
     def went_over(self) -> None: ...
 
@@ -70,8 +69,8 @@ class LimitMeter(SuspendMeter, Protocol):
 
 
 class MemoryLimitWatcher:
-    """`evictor` is None without an API server. An evaluation waits for the backends at most as long as `owners` waits for the container
-    runtime, and uses the clock of `owners`. `suspending`: the parts that suspend containers."""
+    """`evictor`: None without an API server. `owners` has the clock, and the time limit for waits. `suspending`: the parts that suspend
+    containers."""
 
     def __init__(
         self,
@@ -100,7 +99,6 @@ class MemoryLimitWatcher:
         self._findings = FindingsReporter(self._events, count=meter.found, clock=owners.clock)
 
     def apply(self, settings: EnforcementSettings) -> None:
-        """Applies these settings from the next sample on."""
         self._rule = self.bursts.rule = settings
         self.suspensions.when_idle_seconds = settings.suspend_when_idle_seconds
 
@@ -113,19 +111,19 @@ class MemoryLimitWatcher:
 
     @property
     def over(self) -> frozenset[AllocationOnGpu]:
-        """The allocations, with the GPU, that are over their memory limit."""
+        """The containers that are over their memory limit, with the GPU."""
         known = self._agent_state.ledger.allocations
         return frozenset(place for place in self._limit_state.over if place[0] in known)
 
     def needs_process_utilization(self) -> bool:
-        """True while any container shares a GPU: samples should then include the utilization of each process."""
+        """Whether a container shares a GPU, so that samples need the utilization of each process."""
         return any(map(is_share, self._agent_state.ledger.allocations.values()))
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     async def evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot,
-        without processes that have ended."""
+        """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot, of
+        running processes."""
         ledger = self._agent_state.ledger
         shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
@@ -185,8 +183,8 @@ class MemoryLimitWatcher:
     async def _observe_and_adjust(
         self, running: Sequence[tuple[RunningContainer, Mechanisms]], computed: Limits, unknown: Collection[AllocationId]
     ) -> None:
-        """Calls `observe` before `adjust`, which corrects what `observe` must find. `computed`: the limits of the evaluation. `unknown`:
-        allocations with containers that may run although the runtime has not listed them yet."""
+        """`observe` comes first, because `adjust` corrects what `observe` must find. `unknown`: allocations with containers that may run
+        although the runtime has not listed them yet."""
         self._findings.report(await self._backends.observe(running), self._agent_state.ledger.allocations)
         obstacles = {**dict.fromkeys(unknown, NOT_LISTED), **await self._backends.adjust(running)}
         self.bursts.in_force.enforced(computed, obstacles, self._backends.kept_bytes())
@@ -210,8 +208,7 @@ class MemoryLimitWatcher:
             log.info("container_within_limit", **_log_fields(use))
 
     def _over_limit_message(self, use: ContainerUse) -> str:
-        """The event's message. It lacks the amount in use, which is in the log and the metrics, so that Kubernetes counts all repetitions
-        as one Event."""
+        """The message lacks the amount in use (see log and metrics), so that Kubernetes counts all repetitions as one Event."""
         rule = self._rule
         return (
             f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
@@ -237,21 +234,19 @@ class MemoryLimitWatcher:
 
 
 class _Evictions:
-    """Evictions of pods that stay over their GPU memory, if the operator enabled this (`enforcement.evict`). `evictor`: see
-    `MemoryLimitWatcher`; `count` counts the requested evictions."""
+    """Evicts pods that stay over their GPU memory (setting `enforcement.evict`). `count` counts the requested evictions."""
 
     def __init__(self, evictor: Evictor | None, events: ContainerEvents, count: Callable[[], None]) -> None:
         self._evictor, self._events, self._count = evictor, events, count
         self._requested: frozenset[str] = frozenset()
 
     def obstacle(self, use: ContainerUse) -> str | None:
-        """Why the eviction of the container's pod can't be requested; None: it can."""
         if self._evictor is None:
             return "there is no API server to request it from"
         return "its pod is not known" if self._events.pod_of(use.allocation) is None else None
 
     def request(self, uses: Sequence[ContainerUse]) -> None:
-        """Requests the eviction of the known pods that are over their memory now, and of no others."""
+        """Requests the eviction of exactly these containers' pods, as far as they are known."""
         if self._evictor is None:
             return
         wanted: dict[str, Eviction] = {}
@@ -268,9 +263,8 @@ class _Evictions:
 
 
 class _Shares:
-    """The containers that share a GPU. A GpuShare is kept from one evaluation to the next while its allocation, its GPUs and its pod stay
-    the same. Only shares can be suspended: for another container the annotation
-    gpumgr.io/suspend leads to an event."""
+    """The containers that share a GPU. A GpuShare is kept while its allocation, GPUs and pod stay the same. For other containers the
+    annotation gpumgr.io/suspend leads to an event, because they can't be suspended."""
 
     def __init__(self, pods: Pods, events: ContainerEvents) -> None:
         self._pods, self._events = pods, events

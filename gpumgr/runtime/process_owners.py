@@ -1,6 +1,6 @@
-"""Maps GPU processes to containers, from the container runtime's list and the kernel's cgroups.
+"""Maps GPU processes to containers, by the container runtime's list and the kernel's cgroups.
 
-- The processes of a container that shares a GPU are read from its cgroup, which is one small file. No process can leave the cgroup.
+- The cgroup of a container that shares a GPU lists its processes. No process can leave the cgroup.
 - Every other GPU process is looked up by its own cgroup, once.
 - A slow container runtime delays a call by at most `timeout_seconds`; then its last answers are used.
 """
@@ -22,15 +22,15 @@ from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
-#: A process in no container is looked up again after this time.
+#: When a process in no container is looked up again.
 RETRY_SECONDS: Final = 5.0
 
 
 class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
-    """`owners`: pid -> its container, None if it is in no container; a pid that is not known yet is missing.
+    """`owners`: pid -> its container; None if it is in none; missing if it is not known yet. `listed`: the runtime has listed the
+    containers since the agent's start.
 
-    `listed`: the runtime has listed the containers since the agent started; before that, no containers are known. `containers`: allocation
-    -> the containers that run on it; several can use a claim. `pids`: allocation -> all processes of these
+    `containers`: allocation -> the containers that run on it (several can use a claim). `pids`: allocation -> all processes of these
     containers, ascending; missing if a container's cgroup can't be read.
     """
 
@@ -53,11 +53,8 @@ class ProcessOwners:
     async def find(
         self, index: AllocationIndex, shares: Collection[AllocationId], seen: Collection[int], started: Mapping[int, int]
     ) -> ProcessOwnership:
-        """Returns what can be found in time. `shares`: the allocations for which `containers` and `pids` are filled. `seen`: the pids for
-        which `owners` is filled.
-
-        `started`: pid -> start time in clock ticks since boot, without processes that have ended.
-        """
+        """Returns what can be found in time. `shares`: the allocations for `containers` and `pids`. `seen`: the pids for `owners`.
+        `started`: pid -> start time in clock ticks since boot, of running processes."""
         deadline = self.clock() + self.timeout_seconds
         if self._runtime.due:
             await self._list.start(self._runtime.tick, timeout_seconds=self.timeout_seconds)
@@ -84,7 +81,7 @@ class ProcessOwners:
         await self._look_up.close()
 
     def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
-        """Allocation -> its running containers. If a container was started several times, the latest start counts."""
+        """Allocation -> its running containers, each with its latest start only."""
         found: dict[AllocationId, dict[object, Container]] = {}
         for container in self._runtime.running():
             for allocation in index.exact(container):
@@ -96,9 +93,7 @@ class ProcessOwners:
         return {allocation: tuple(users.values()) for allocation, users in found.items()}
 
     def _read_pids(self, containers: Iterable[Container]) -> dict[str, tuple[int, ...]]:
-        """Container's id -> its processes. Runs on a thread.
-
-        A container with an unreadable cgroup is left out; the reason is logged once."""
+        """Container's id -> its processes. Runs on a thread. Leaves out a container with an unreadable cgroup, and logs the reason once."""
         pids: dict[str, tuple[int, ...]] = {}
         reason = ""
         for container in containers:
@@ -118,7 +113,7 @@ class ProcessOwners:
         return container is None and self.clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
-        """Looks up all processes concurrently, so that one List call to the runtime serves all processes with unknown containers."""
+        """Concurrently, so that one List call serves all processes with unknown containers."""
         await asyncio.gather(*map(self._look_up_one, processes))
 
     async def _look_up_one(self, process: Process) -> None:
@@ -126,20 +121,17 @@ class ProcessOwners:
             container = await self._runtime.container_of(*process)
         except CriError:
             return  # the runtime's outage is logged where it is noticed
-        # A process that has ended since the driver listed it is not recorded: it would be reported as one outside of containers.
+        # A process that has ended since the driver listed it would be reported as one outside of containers.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self.clock())
 
 
-#: A call that is still running after this time is logged, once.
+#: A call that runs longer is logged, once.
 LONG_SECONDS: Final = 5.0
 
 
 class BackgroundCall:
-    """Runs at most one call at a time. The caller waits a bounded time; after that the call continues to its end without the caller.
-
-    `clock` is monotonic, in seconds.
-    """
+    """Runs at most one call at a time. After a bounded time the call continues without the caller. `clock` is monotonic, in seconds."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
@@ -148,10 +140,10 @@ class BackgroundCall:
         self._logged = False
 
     async def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, timeout_seconds: float) -> bool:
-        """Starts `work` unless an earlier call still runs, and waits up to `timeout_seconds` for the end of `work`.
+        """Starts `work` unless an earlier call still runs, and waits up to `timeout_seconds` for its end.
 
-        True: `work` has ended. False: `work` still runs, or was not started since the earlier call still runs. Raises what `work` raised.
-        If `work` fails after this method returned, the next `start` raises its exception.
+        Returns True if `work` has ended, False if it or an earlier call still runs. Raises what `work` raised; after a timeout the next
+        `start` raises it.
         """
         if self._task is not None and not self._ended(self._task):
             self._log_if_long()
@@ -161,7 +153,6 @@ class BackgroundCall:
         return self._ended(self._task)
 
     async def close(self) -> None:
-        """Cancels the call that still runs, if any, and waits for its end."""
         if self._task is not None:
             self._task.cancel()
             (outcome,) = await asyncio.gather(self._task, return_exceptions=True)

@@ -1,7 +1,7 @@
 """Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
 
-A decision is saved before any limit changes, since each evaluation (one per sample) computes the limits from the ledger. A request is kept
-with its allocation, so that it is not decided again after a crash or a restart.
+A decision is saved before any limit changes, because each evaluation (one per sample) computes the limits from the ledger. The allocation
+keeps the request, so that it is not decided again after a restart.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 
 log = structlog.get_logger(__name__)
 
-#: The reason in the pod's event if the resize of one of its containers is refused, or can't be decided before the runtime answers.
+#: Reasons of the event if a resize is refused, or can't be decided before the runtime answers.
 REFUSED: Final = "GpuResizeRefused"
 WAITS: Final = "GpuResizeWaits"
 
@@ -39,9 +39,11 @@ async def decide_resizes(
     unsaved: LogPace,
     listed: bool,
 ) -> bool:
-    """Decides the new requests, before the evaluation's limits are computed; returns whether the ledger has changed. `use`: what the
-    containers use. `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how
-    often it is logged that a decision can't be saved. `listed`: the runtime has ever answered."""
+    """Decides the new requests before the evaluation's limits are computed. Returns whether the ledger has changed.
+
+    `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how often it is
+    logged that a decision can't be saved. `listed`: the runtime has ever answered.
+    """
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
@@ -67,8 +69,8 @@ async def decide_resizes(
             if isinstance(after, Waits):
                 obstacle = bursts.in_force.obstacles.get(after.holder.id)
                 why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {obstacle}"
-                # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the
-                # runtime may answer late, and a refusal would be final.
+                # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the runtime
+                # may answer late, and a refusal would be final.
                 if obstacle in (None, NOT_LISTED):
                     bursts.growing = {*bursts.growing, after.gpu}
                     if obstacle is not None:

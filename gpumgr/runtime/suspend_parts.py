@@ -1,4 +1,4 @@
-"""What suspensions need from the node: the host's memory, the pages of the limiter, the program that calls the driver, metrics."""
+"""What suspensions need from the node: the host's memory, the limiter's pages, the program that calls the driver, metrics."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from gpumgr.runtime.cgroups import Cgroups
 
 
 def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Container]) -> HostMemory:
-    """The host's memory that is left: on the node, and below the limits of these containers' cgroups."""
+    """What is left on the node, and below the limits of these containers' cgroups."""
     found = [cgroups.memory_left(each.cgroup) for each in containers if each.cgroup is not None]
     node_bytes = None
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -25,11 +25,10 @@ def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Containe
 
 
 class Pages(Protocol):
-    """The pages that the agent shares with the container's library: what the library reads, and what it requests
-    (gpumgr.enforcement.limiter.backend.Limiter)."""
+    """The pages that the agent shares with the library in a container (gpumgr.enforcement.limiter.backend.Limiter)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        """Makes the library keep the container's calls from the driver, or let them go on. False: the container has no usable pages."""
+        """Makes the library hold back the container's calls of the driver, or let them go on. Returns False without usable pages."""
         ...
 
     def holds_calls(self, allocation: AllocationId) -> bool: ...
@@ -39,18 +38,18 @@ class Pages(Protocol):
 
 class SuspendMeter(Protocol):
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
-        """An operation, suspend or resume, has succeeded."""
+        """Call it when `operation` ("suspend" or "resume") has succeeded."""
         ...
 
     def resumed(self, waited_seconds: float) -> None:
-        """A resume has ended, this long after the container requested it."""
+        """Call it when a resume has ended. `waited_seconds`: since the container requested it."""
         ...
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`machine`: as platform.machine(). `start_times`: pids -> the start times of the ones that run. `memory_left`: see the function of
-    this name. These and `runs` read small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints).
-    `sampling_soon` makes a context manager: while its block runs, the driver is sampled at least once a second."""
+    """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. These, `memory_left` and `runs` read small
+    files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints). While the block of `sampling_soon` runs, the
+    driver is sampled at least once a second."""
 
     machine: str
     start_times: Callable[[Collection[int]], Mapping[int, int]]

@@ -1,6 +1,6 @@
 """Suspends idle containers, and resumes them. See `gpumgr.ledger.suspension`.
 
-Each evaluation of a sample begins or continues the operations that saved states and pods demand; an operation is a task that takes the
+Each evaluation of a sample begins or continues the operations that saved states and pods demand. An operation is a task that takes a
 container from one saved state to the next.
 """
 
@@ -31,27 +31,24 @@ from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
 
 log = structlog.get_logger(__name__)
 
-#: Reasons of the pod's events.
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
 #: How often the pages of suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: How long a container's thread may need to call the driver after the limiter's library has found that calls are not held.
+#: How long a thread may need to call the driver after the limiter's library has found that calls are not held back.
 HOLD_SECONDS: Final = 0.1
-#: How long a suspension waits for samples that were read while calls are held.
+#: How long a suspension waits for samples that were read while calls are held back.
 _SAMPLES_SECONDS: Final = 15.0
-#: The pause before a failed resume is tried again doubles with every failure, from the first to the second value.
+#: The pause after a failed resume doubles with every failure, from the first to the second value.
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
-#: The pause before a state is saved again.
 _SAVE_AGAIN_SECONDS = 1.0
-#: The pause after a suspension that failed.
 _FAILED_SECONDS: Final = 300.0
-#: The shortest time between two reports of why a resume waits: the figures in the reason change with every sample.
+#: The shortest time between two reports of why a resume waits. The figures in the reason change with every sample.
 _REPORT_SECONDS: Final = 60.0
-#: How long a resume waits until the limits of other containers are lowered; after that, only the free memory decides.
+#: How long a resume waits for lower limits of other containers; after that only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
-#: If a resume has failed this often, not counting lack of memory, the driver can't restore the container.
+#: After so many failures of a resume, except lack of memory, the driver can't restore the container.
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
@@ -78,14 +75,13 @@ class Suspensions:
         self._activity: dict[AllocationId, Activity] = {}
         #: When containers may be suspended again.
         self._again_at: dict[AllocationId, float] = {}
-        #: The operations in progress.
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
-        #: When the reason for which a resume waits was saved last, and the words of its last event.
+        #: When the reason why a resume waits was last saved, and the words of its last event.
         self._reported: dict[AllocationId, tuple[float, Sequence[str]]] = {}
         #: Set by each change of a state.
         self._changed = asyncio.Event()
         self._unsaved = LogPace(clock)
-        #: What containers use, and their processes, by the last sample.
+        #: By the last sample.
         self._uses: Mapping[AllocationId, Sequence[ContainerUse]] = {}
         self._ownership = ProcessOwnership()
 
@@ -123,8 +119,8 @@ class Suspensions:
                 await self._save_once(name, None)
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
-        """Resumes containers that have no saved state although their pages hold their calls: the checkpoint was lost. Each may need the
-        memory that it was granted. A container that has memory on the GPU does not wait for free memory."""
+        """Resumes containers that hold back calls but have no saved state, because the checkpoint was lost. Each may need the memory that
+        it was granted. A container with memory on the GPU does not wait for free memory."""
         for name, share in shares.items():
             if name in self._agent_state.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue
@@ -138,7 +134,7 @@ class Suspensions:
                 await self._save_once(name, lost)
 
     async def _decide(self, name: AllocationId) -> str | None:
-        """Begins the next step for the container, if any. Returns why the container is not suspended, if its pod demands a suspension."""
+        """Begins the container's next step. If the pod demands a suspension, returns why there is none."""
         allocation, known = self._agent_state.ledger.allocations[name], self._agent_state.suspensions.get(name)
         view = find_pod(self._pods, allocation.pod, allocation.uid)
         uses, worked, now = self._uses[name], self._activity.get(name), self._clock()
@@ -159,11 +155,11 @@ class Suspensions:
         return why
 
     def _one_is_suspended_now(self) -> bool:
-        """Whether a suspension is in progress. Only one runs at a time, since each changes what the host has left for the next one."""
+        """Only one suspension runs at a time, because each changes what the host has left for the next one."""
         return any(each.state == "suspending" for each in self._agent_state.suspensions.values())
 
     async def _prepare(self, allocation: Allocation, *, demanded: bool) -> Suspension | str:
-        """The state with which a suspension begins, or why it is not possible."""
+        """The first state of a suspension, or why it is not possible."""
         if isinstance(sizes := await self._measure(allocation), str):
             return sizes
         if not demanded and "limiter" not in allocation.mechanisms:
@@ -181,8 +177,7 @@ class Suspensions:
         )
 
     async def _measure(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
-        """What the container has on each GPU in bytes, by the last sample; or why it can't be suspended, by that sample and what the host
-        has left now."""
+        """GPU -> the container's bytes by the last sample; or why it can't be suspended, by that sample and the host's free memory."""
         uses, containers = self._uses.get(allocation.id, ()), self._ownership.containers.get(allocation.id, ())
         why = obstacle(
             allocation,
@@ -209,7 +204,7 @@ class Suspensions:
             await wait_at_most(self._changed, POLL_SECONDS if away else None)
 
     async def close(self) -> None:
-        """Cancels the operations in progress. After its restart the agent continues them."""
+        """Cancels the operations in progress, which the agent continues after its restart."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -226,8 +221,8 @@ class Suspensions:
         self._tasks[name] = asyncio.create_task(sampled())
 
     async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
-        """`begun`: its state, which is saved. Not `fresh`: an earlier process of the agent began the suspension, so processes may be
-        stopped, and what it moved is not on the GPU."""
+        """`begun`: the saved state. Not `fresh`: an earlier process of the agent began it, so processes may be stopped, and what it moved
+        is not on the GPU."""
         name, since = allocation.id, self._clock()
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)
@@ -252,8 +247,7 @@ class Suspensions:
             await self._bursts.measured()  # a resume needs to know what is free now
 
     async def _measured(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
-        """Measures the container by a sample that was read after its calls were held. The sample of the next evaluation may be older, so
-        the one after it counts."""
+        """Measures the container after its calls were held back. The next evaluation's sample may be older, so the one after it counts."""
         try:
             async with asyncio.timeout(_SAMPLES_SECONDS):
                 for _ in range(2):
@@ -263,7 +257,7 @@ class Suspensions:
         return await self._measure(allocation)
 
     async def _give_up(self, allocation: Allocation, begun: Suspension, why: str, *, stopped: bool) -> None:
-        """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed. Otherwise it runs on."""
+        """Ends a suspension. `stopped`: some processes may be stopped, so the container is resumed."""
         name = allocation.id
         if stopped:
             await self._save(name, begun.to("resuming", reason=why, asked_at=self._agent_state.history.now()))
@@ -313,8 +307,8 @@ class Suspensions:
         self._events.add(name, RESUMED, "the container is resumed: its memory is on the GPU again")
 
     async def _wait(self, allocation: Allocation, known: Suspension, again_at: float) -> bool:
-        """Waits until `again_at`, and then until the container is the next one in the queue of resumes, and there is room for its memory on
-        the GPU. False: the container has ended."""
+        """Waits until `again_at`, until the container is first in the queue of resumes, and until the GPU has room. Returns False if the
+        container has ended."""
         lowered_at = self._clock() + _LOWER_SECONDS
         while await self._runs(known) and allocation.id in self._agent_state.ledger.allocations:
             if self._clock() >= again_at:
@@ -329,7 +323,6 @@ class Suspensions:
         return False
 
     async def _runs(self, known: Suspension) -> bool:
-        """Whether any of the container's processes still runs."""
         return await asyncio.to_thread(lambda: any(map(self._parts.runs, known.processes)))
 
     async def _say_why(self, allocation: Allocation, known: Suspension, why: str) -> None:
@@ -351,14 +344,14 @@ class Suspensions:
         self._events.add(allocation.id, FAILED, reason)
 
     async def _save(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state, and tries again until the disk accepts it: the agent's next process must be able to repeat the following step."""
+        """Retries until the disk accepts the state, because the agent's next process must be able to repeat the following step."""
         while self._agent_state.suspensions.get(name) != suspension:
             await self._save_once(name, suspension)
             if self._agent_state.suspensions.get(name) != suspension:
                 await asyncio.sleep(_SAVE_AGAIN_SECONDS)
 
     async def _save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Saves a state. An error is only logged, once a minute, since a later call saves the state again."""
+        """Only logs an error, once a minute, because a later call saves the state again."""
         try:
             await self._agent_state.set_suspension(name, suspension)
             self._changed.set()
