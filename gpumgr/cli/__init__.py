@@ -97,7 +97,8 @@ def main() -> None:
     except OSError as error:  # click itself handles a closed pipe
         if running:
             raise  # in the agent it is a bug, and its traceback belongs in the log
-        _end(error, code=1)
+        # An error of the output names no file.
+        _end(error if error.filename else f"the output can't be written: {error.strerror or error}", code=1)
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:

@@ -23,7 +23,7 @@ def gpumgr(*arguments: str, out: IO[bytes] | int) -> subprocess.CompletedProcess
 def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
     with FULL.open("wb") as full:
         ended = gpumgr(*arguments, out=full)
-    assert (ended.returncode, ended.stderr) == (1, "gpumgr: [Errno 28] No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (1, "gpumgr: the output can't be written: No space left on device\n")
 
 
 def test_a_closed_pipe_is_not_reported() -> None:
