@@ -36,6 +36,8 @@ _MAX_EVENTS: Final = 50
 #: What is written; "sweep": an unused template is deleted.
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
+#: A pod that must wait; the reason and the text of the event about it.
+_Refused = tuple[UnboundPod, str, str]
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
 
 
@@ -65,7 +67,6 @@ class ClaimsController:
         self._opened: set[str] = set()
         #: The last event of each pod, and when it was sent.
         self._said: dict[str, tuple[str, float]] = {}
-        self._events_left = _MAX_EVENTS
         self._swept_at = clock()
         #: Template -> the last sweep at which it was in use, or new.
         self._used_at: dict[Key, float] = {}
@@ -85,11 +86,10 @@ class ClaimsController:
 
     async def step(self) -> None:
         """Creates templates, removes gates, sends events, and deletes unused templates, if due."""
-        self._events_left = _MAX_EVENTS
         refused = await self._create_templates()
-        await self._open_gates()
-        for pod, text in refused:
-            await self._send_event(pod, _TEMPLATE_REFUSED, text)
+        events = [*await self._open_gates(), *refused]
+        for each in [each for each in events if self._is_due(each)][:_MAX_EVENTS]:
+            await self._send(each)
         if self._clock() >= self._swept_at + _SWEEP_SECONDS:
             self._swept_at = self._clock()
             forgotten = self._clock() - _PAUSES_SECONDS[1]
@@ -98,8 +98,8 @@ class ClaimsController:
 
     # -- templates ---------------------------------------------------------------------------------------------------------
 
-    async def _create_templates(self) -> list[tuple[UnboundPod, str]]:
-        """Creates missing templates that pods name. Returns a pod for each template that must not be created, with the reason."""
+    async def _create_templates(self) -> list[_Refused]:
+        """Creates missing templates that pods name. Returns a pod for each template that must not be created."""
         known = self._watches.templates
         counts = Counter(key[0] for key, each in known.items() if each.managed)
         missing: dict[Key, UnboundPod] = {}
@@ -107,17 +107,18 @@ class ClaimsController:
             for name in pod.templates:
                 if name.startswith(PREFIX) and (pod.key[0], name) not in known:
                     missing.setdefault((pod.key[0], name), pod)
-        creations, refused = [], []
+        creations, refused = [], list[_Refused]()
         for key, pod in missing.items():
             try:
                 shape = parse(key[1])
             except ValueError as error:
-                refused.append((pod, f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}"))
+                text = f"ResourceClaimTemplate {key[1]} does not exist, and can't be created: {error}"
+                refused.append((pod, _TEMPLATE_REFUSED, text))
                 continue
             if counts[key[0]] >= self._settings.max_templates_per_namespace:
                 text = f"namespace {key[0]} has {counts[key[0]]} templates of gpumgr, the limit"
                 remedy = "delete some, or set claims.max_templates_per_namespace higher"
-                refused.append((pod, f"ResourceClaimTemplate {key[1]} is not created: {text}; {remedy}"))
+                refused.append((pod, _TEMPLATE_REFUSED, f"ResourceClaimTemplate {key[1]} is not created: {text}; {remedy}"))
                 continue
             counts[key[0]] += 1
             creations.append(self._create_template(key, shape))
@@ -141,7 +142,8 @@ class ClaimsController:
 
     # -- gates -------------------------------------------------------------------------------------------------------------
 
-    async def _open_gates(self) -> None:
+    async def _open_gates(self) -> list[_Refused]:
+        """Removes the gates of the pods that the quotas allow. Returns the other pods with the gate."""
         pods, quotas = self._watches.pods, self._watches.quotas
         self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
         self._said = {uid: said for uid, said in self._said.items() if uid in pods}
@@ -153,8 +155,7 @@ class ClaimsController:
             decision = decide(*self._watches.demands(gated), quotas)
         self.refused = len(decision.refused)
         await asyncio.gather(*map(self._open, decision.allowed))
-        for pod, text in decision.refused:
-            await self._send_event(pod, _QUOTA_EXCEEDED, text)
+        return [(pod, _QUOTA_EXCEEDED, text) for pod, text in decision.refused]
 
     async def _open(self, pod: UnboundPod) -> None:
         """Removes the pod's gate. The API server refuses the patch, by its `test` operations, if the pod was replaced or its gates
@@ -172,17 +173,14 @@ class ClaimsController:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def _send_event(self, pod: UnboundPod, reason: str, text: str) -> None:
-        """Sends an event about the pod, unless its last event has the same text or is recent."""
-        said = self._said.get(pod.uid)
-        waits = self._clock() < self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
-        if (
-            waits
-            or self._events_left <= 0
-            or (said is not None and (said[0] == text or self._clock() < said[1] + _EVENT_SECONDS))
-        ):
-            return
-        self._events_left -= 1
+    def _is_due(self, refused: _Refused) -> bool:
+        """Whether an event is sent about the pod: its last event has another text and is not recent, and no pause lasts."""
+        pod, _, text = refused
+        said, paused = self._said.get(pod.uid), self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
+        return self._clock() >= paused and (said is None or (said[0] != text and self._clock() >= said[1] + _EVENT_SECONDS))
+
+    async def _send(self, refused: _Refused) -> None:
+        pod, reason, text = refused
         event = Event(about=pod_ref(pod.key, pod.uid), reason=reason, message=text, warning=True)
         series = EventSeries.once(event, time.time())
         if await self._write("event", pod.uid, "POST", series.path, series.body(self._identity), but=(404, 409)):

@@ -32,16 +32,16 @@ def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
     ordered = sorted(groups.values(), key=lambda group: (group.misfit.less, -group.count, group.node))
     total = sum(group.count for group in ordered)
     if total == 1:
-        return _bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
+        return bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
     nearest = min(ordered, key=lambda group: (group.misfit.container is None, group.misfit.distance, group.node))
     reasons = [
         f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{_closest(group) if group is nearest else ''}"
         for group in ordered
     ]
-    return _bounded(f"for the {total} nodes with enough in total: {', '.join(reasons)}")
+    return bounded(f"for the {total} nodes with enough in total: {', '.join(reasons)}")
 
 
-def _bounded(text: str) -> str:
+def bounded(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 4] + " ..."
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
+from gpumgr.cluster.core.explain import bounded, explain
 from gpumgr.cluster.core.index import ClusterIndex, Names
 from gpumgr.cluster.core.node import covers
 from gpumgr.cluster.core.profiles import Rank
@@ -165,8 +165,7 @@ class Question:
             return Rejection(text)
         rest = f"; the other node {text}" if others == 1 else f"; {text}" if text else ""
         reasons = "; ".join(sorted({each.reason for each in denials}))
-        whole = f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"
-        return Rejection(whole if len(whole) <= MAX_CHARACTERS else whole[: MAX_CHARACTERS - 4] + " ...")
+        return Rejection(bounded(f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"))
 
     def _reasons(self, nodes: int) -> str:
         shape, unknown = self._shape(frozenset()), nodes & ~self._index.profiles.all

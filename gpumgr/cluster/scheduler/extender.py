@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 import structlog
@@ -35,11 +35,12 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.common.aio import in_slices
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.foreign_text import decode_stored, on_thread_if_long
+from gpumgr.common.foreign_text import UnreadableText, decode_stored, on_thread_if_long
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer
 from gpumgr.placement.pods import TERMINAL_PHASES
 from gpumgr.settings.schema import SchedulerSettings
 
+_T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 #: The highest score of extender/v1.
@@ -66,7 +67,7 @@ class _Assumed(msgspec.Struct):
 class Extender:
     """`clock` is monotonic, in seconds. `leadership` None: there is no other replica.
 
-    `answer_filter` and `bind` report an error in the field `Error` of the answer, `preempt` in the log.
+    `answer_filter`, `preempt` and `prioritize` raise UnreadableText for a pod or nodes that can't be read.
     """
 
     def __init__(
@@ -99,10 +100,7 @@ class Extender:
 
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
         """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`."""
-        try:
-            pod, names = await self._parsed(args.pod), args.names()
-        except UNREADABLE as error:
-            return FilterResult(error=f"the request can't be read: {type(error).__name__}: {error}")
+        pod, names = await self._parsed(args.pod, args.names)
         await in_slices(self._index.settling())
         offered, numbering = self._index.node_set(names) if pod.wants_gpu else 0, self._index.numbering
         if self.problem is None:
@@ -173,11 +171,7 @@ class Extender:
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
         """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
-        try:
-            pod, proposed = await self._parsed(args.pod), args.proposed()
-        except UNREADABLE as error:
-            _log.warning("preemption_refused", reason=f"the request can't be read: {type(error).__name__}: {error}")
-            return PreemptResult()
+        pod, proposed = await self._parsed(args.pod, args.proposed)
         if self.problem is None:
             await self._preemption.keep_nominated()
         if self.problem is not None or self._quotas.problem is not None or self._may_be_bound(pod.uid) or pod.refusal is not None:
@@ -188,11 +182,8 @@ class Extender:
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
         """The best node gets MAX_SCORE; the other fitting nodes get lower scores, by their rank. If none fits, or for a pod without GPUs,
-        all get 0. A request that can't be read gets an empty list."""
-        try:
-            pod, names = await self._parsed(args.pod), args.names()
-        except UNREADABLE:
-            return []
+        all get 0."""
+        pod, names = await self._parsed(args.pod, args.names)
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:
             question = Question(self._index, pod.request, pod.policy or self._settings.policy)
@@ -239,9 +230,13 @@ class Extender:
         due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
-    async def _parsed(self, item: msgspec.Raw) -> WatchedPod:
-        """Raises UNREADABLE."""
-        return await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
+    async def _parsed(self, item: msgspec.Raw, more: Callable[[], _T]) -> tuple[WatchedPod, _T]:
+        """The pod, and what `more` reads of the request. Raises UnreadableText."""
+        try:
+            pod = await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
+            return pod, more()
+        except UNREADABLE as error:
+            raise UnreadableText(f"{type(error).__name__}: {error}") from error
 
     async def _bind(self, args: BindArgs) -> None:
         """Raises GpumgrError."""

@@ -131,19 +131,18 @@ class QuotaSources:
 
     def configmap_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
         """A ConfigMap that can't be used changes nothing; if none has been read before, no pod can be placed."""
-        if after is None or after.problem is None:
-            self._configured, self._quotas.problem = None if after is None else after.limits, None
-            self._limits = self._quotas.limits = dict(self._configured or {})
-            for namespace in self._hard:
-                self._join(namespace)
-            _log.info("quotas_changed", configmap=self._configmap, namespaces=len(self._configured or {}))
+        if after is not None and after.problem is not None:
+            used = "the earlier quotas"
+            if self._configured is None:
+                where, used = f"ConfigMap {self._configmap} can't be used", "nothing; no pod is placed"
+                self._quotas.problem = f"{where}, so the quotas are not known: {after.problem}; correct it or delete it"
+            _log.error("quotas_unusable", configmap=self._configmap, reason=after.problem, used_instead=used)
             return
-        known = self._configured is not None
-        if not known:
-            where = f"ConfigMap {self._configmap} can't be used, so the quotas are not known"
-            self._quotas.problem = f"{where}: {after.problem}; correct it or delete it"
-        used = "the earlier quotas" if known else "nothing; no pod is placed"
-        _log.error("quotas_unusable", configmap=self._configmap, reason=after.problem, used_instead=used)
+        self._configured, self._quotas.problem = None if after is None else after.limits, None
+        self._limits = self._quotas.limits = dict(self._configured or {})
+        for namespace in self._hard:
+            self._join(namespace)
+        _log.info("quotas_changed", configmap=self._configmap, namespaces=len(self._configured or {}))
 
     def resource_quota_changed(self, before: WatchedResourceQuota | None, after: WatchedResourceQuota | None) -> None:
         if before is not None:

@@ -185,7 +185,7 @@ async def _answer(
             "configuration"
         )
     except UnreadableText as error:
-        return failed(f"the body is no request of extender/v1: {error}")
+        return failed(f"the request can't be read: {error}")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
