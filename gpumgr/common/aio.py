@@ -1,8 +1,4 @@
-"""Concurrency helpers of the event loop: a value with many readers, work that survives the cancellation of its caller, daemons, calls that
-may hang.
-
-A daemon is a coroutine that runs until it is cancelled.
-"""
+"""Concurrency helpers of the event loop. A daemon is a coroutine that runs until it is cancelled."""
 
 import asyncio
 import queue
@@ -24,7 +20,7 @@ LOG_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 2.0
 
 _log = structlog.get_logger(__name__)
-#: The event loop has only weak references to its tasks, so these references keep the shielded ones alive.
+#: The event loop itself has only weak references to tasks.
 _shielded: set[asyncio.Task[Any]] = set()
 
 
@@ -39,14 +35,14 @@ async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def in_slices(steps: Iterable[object]) -> None:
-    """Runs all steps. Between two steps other tasks may run, as with `sliced`."""
+    """Runs all steps, with pauses as in `sliced`."""
     async for _ in sliced(steps):
         pass
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something, for any number of readers. A reader may miss a value that was replaced soon, and never delays the
-    writer. `set` does nothing if the value is equal to the current one."""
+    """The newest value of something. A reader never delays the writer, and may miss a value that was replaced soon. `set` does nothing if
+    the value is equal to the current one."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -68,13 +64,12 @@ class LatestValue(Generic[T]):
             subscription._wake.set()
 
     def end_readers(self) -> None:
-        """Closes all subscriptions. New ones may be made afterwards."""
         for subscription in self._subscriptions:
             subscription.close()
 
     @contextmanager
     def subscribe(self) -> "Iterator[Subscription[T]]":
-        """Makes a reader: `with latest.subscribe() as values: async for value in values`."""
+        """Use it as `with latest.subscribe() as values: async for value in values`."""
         subscription = Subscription(self)
         self._subscriptions.add(subscription)
         try:
@@ -108,31 +103,25 @@ class Subscription(Generic[T]):
 
 
 def next_tick(period_seconds: float, after: float) -> float:
-    """Returns the first multiple of the period after `after`, in seconds of the event loop's clock.
-
-    Daemons wait for such times, so that timers with the same period wake the process once.
-    """
+    """Returns the first multiple of the period after `after`, in seconds of the event loop's clock. Daemons wait for such times, so that
+    timers of one period wake the process once."""
     return after - after % period_seconds + period_seconds
 
 
 def until_tick(period_seconds: float) -> float:
-    """The seconds from now until `next_tick`."""
     now = time.monotonic()
     return next_tick(period_seconds, now) - now
 
 
 async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
-    """Waits until the event is set or the time has passed (None: no limit)."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 class DaemonCalls:
-    """Runs blocking calls that may never return, such as calls of a network file system, one at a time on one daemon thread.
-
-    Unlike with `asyncio.to_thread`, a call that hangs does not delay the end of the process and takes no thread of a pool.
-    """
+    """Runs blocking calls that may hang (network file systems), one at a time on one daemon thread. Unlike with `asyncio.to_thread`, such a
+    call does not delay the end of the process and takes no thread of a pool."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -140,8 +129,8 @@ class DaemonCalls:
         self._calls: queue.SimpleQueue[Callable[[], None]] | None = None
 
     async def call(self, work: Callable[[], T], *, timeout_seconds: float) -> T:
-        """Returns the result of `work`, or raises its error. Raises TimeoutError after `timeout_seconds`, and at once if an earlier call
-        has not returned or no thread can be started."""
+        """Raises the errors of `work`; TimeoutError after `timeout_seconds`, and at once if an earlier call still runs or no thread can be
+        started."""
         if self._busy:
             raise TimeoutError(f"{self._name}: an earlier call has not returned yet")
         loop = asyncio.get_running_loop()
@@ -181,7 +170,7 @@ def _run_calls(calls: "queue.SimpleQueue[Callable[[], None]]") -> NoReturn:
 
 
 async def kill_program(program: asyncio.subprocess.Process) -> None:
-    """Kills the program unless it has ended. Waits at most 2 s for its end, because a program that waits for a lost GPU does not end."""
+    """Kills the program and waits at most 2 s for its end, because a program that waits for a lost GPU does not end."""
     with suppress(ProcessLookupError, TimeoutError):
         program.kill()
         async with asyncio.timeout(_KILL_SECONDS):
@@ -189,7 +178,7 @@ async def kill_program(program: asyncio.subprocess.Process) -> None:
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
-    """Runs `work` and `end` until one of them is done, and cancels the other. Returns the future of `work`, which is done."""
+    """Runs both until one is done, and cancels the other. Returns the future of `work`, which is done."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,10 +190,8 @@ async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Futur
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
-    """Runs `work` in its own task and waits for it. If the caller is cancelled, the work continues, and its error is logged.
-
-    `finish_shielded` waits at shutdown for work that still runs.
-    """
+    """Runs `work` in its own task. If the caller is cancelled, the work continues, and its error is logged. `finish_shielded` waits for it
+    at shutdown."""
     task = asyncio.create_task(work, name=name)
     _shielded.add(task)
     task.add_done_callback(_shielded.discard)
@@ -221,7 +208,7 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
 
 
 async def finish_shielded(timeout_seconds: float) -> bool:
-    """Waits until all shielded work of this event loop has ended. Returns False if some still runs after `timeout_seconds`."""
+    """Waits for all shielded work of this event loop. Returns False if some still runs after `timeout_seconds`."""
     loop = asyncio.get_running_loop()
     running = {task for task in _shielded if task.get_loop() is loop and task is not asyncio.current_task()}
     if not running:
@@ -235,7 +222,7 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Runs the daemon `work`. Raises the errors of `work`, and DaemonExitedError if `work` returns."""
+    """Raises the errors of the daemon `work`, and DaemonExitedError if it returns."""
     await work()
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 
@@ -247,7 +234,6 @@ class LogPace:
         self._clock, self._logged_at = clock, float("-inf")
 
     def due(self) -> bool:
-        """Whether the caller logs now."""
         if (now := self._clock()) < self._logged_at + LOG_SECONDS:
             return False
         self._logged_at = now
@@ -272,17 +258,15 @@ async def persistently(
     *,
     pause_seconds: float = 1.0,
 ) -> NoReturn:
-    """Runs a daemon that the process can miss for a while: `pause_seconds` after an error or a return, `work` is called again.
-
-    Errors are logged as bugs (`BugLog`).
-    """
+    """Runs a daemon that the process can miss for a while: after an error, logged as a bug (`BugLog`), or a return, it pauses and calls
+    `work` again."""
     bugs = BugLog(name)
     while True:
         try:
             await forever(name, work)
         except Exception as error:
             bugs.record(error)
-            # A task group that ends with errors of its tasks loses a cancellation that arrives at the same time (Python before 3.13).
+            # Before Python 3.13, a task group that ends with errors of its tasks loses a simultaneous cancellation.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from error
         await asyncio.sleep(pause_seconds)
@@ -301,7 +285,7 @@ async def report_event_loop_lag(
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Calls `report` once per period with the seconds by which a timer of the event loop was late. Runs until it is cancelled."""
+    """Calls `report` once per period with the seconds by which a timer of the event loop was late."""
     while True:
         now = clock()
         due = next_tick(period_seconds, now)
@@ -310,7 +294,7 @@ async def report_event_loop_lag(
 
 
 def yielding_gil(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items and releases the GIL every 0.5 ms. A thread that only computes would keep the GIL for 5 ms at a time."""
+    """Yields the items and releases the GIL every 0.5 ms, because a thread that only computes keeps the GIL for 5 ms at a time."""
     since = time.perf_counter()
     for item in items:
         yield item

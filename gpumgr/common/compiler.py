@@ -17,11 +17,11 @@ _TIMEOUT_SECONDS: Final = 120
 def compiled(
     source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
 ) -> Path:
-    """Compiles `source` with $CC (default `cc`) and `flags` unless `folder` has the result. Returns its path, which contains a hash of the
-    inputs. All users may execute the result.
+    """Returns the path of the compiled `source` in `folder`; $CC (default `cc`) compiles it at the first call, in about a second. The name
+    has a hash of the inputs, and all users may execute the result.
 
-    Blocks for about a second the first time. Raises InputError if there is no compiler, if compiling fails, or if the folder can't be
-    written. For the message: `what` names the result, `needs` the prerequisite, and `remedy` an alternative.
+    Raises InputError without a compiler, or if compiling or writing fails. For its message: `what` names the result, `needs` the
+    prerequisite, and `remedy` an alternative.
     """
     compiler = os.environ.get("CC", "cc").split()
     key = hashlib.sha256(source.read_bytes() + repr((compiler, flags)).encode()).hexdigest()[:16]

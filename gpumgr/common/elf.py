@@ -41,11 +41,11 @@ _MACHINES: Final = {
 
 
 class ElfError(GpumgrError):
-    """The file is not an ELF program or library, or is damaged."""
+    """The file is no ELF program or library, or is damaged."""
 
 
 class Table(NamedTuple):
-    """A table that begins at `offset` in the file."""
+    """`offset` is in the file."""
 
     offset: int
     entry_bytes: int
@@ -77,7 +77,7 @@ class _Segment(NamedTuple):
 
 
 def read_elf(path: Path) -> Elf:
-    """Raises ElfError if the file can't be read, or is not a well-formed program or library."""
+    """Raises ElfError unless the file is a well-formed program or library that can be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -89,7 +89,7 @@ def read_elf(path: Path) -> Elf:
 
 
 def read_header(descriptor: int) -> Header:
-    """Raises ElfError if the file is not an ELF file, and OSError."""
+    """Raises ElfError unless the file is an ELF file, and OSError."""
     return _header(_reader(descriptor))
 
 

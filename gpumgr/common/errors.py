@@ -27,7 +27,7 @@ class GpumgrError(Exception):
 
 
 class Refusal(GpumgrError):
-    """A request that must not be granted. `code` is a label of metrics. `str()` is a sentence that `kubectl describe pod` shows."""
+    """A request that must not be granted. `code` is a label of metrics. `kubectl describe pod` shows the message."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class NvmlAbsent(NvmlError):
 
 
 class MpsError(GpumgrError):
-    """NVIDIA's MPS control program, or something that it needs, failed. The message says what failed, where, and what to do."""
+    """NVIDIA's MPS control program failed, or something that it needs. The message says what, where, and what to do."""
 
 
 class MpsTransientError(MpsError):
@@ -71,7 +71,7 @@ class CheckpointError(GpumgrError):
 
 
 class LedgerError(CheckpointError):
-    """A change would break an invariant of the ledger, which is a bug. It is neither written nor applied."""
+    """A change would break an invariant of the ledger, which is a bug. It is not written."""
 
 
 class KubeletError(GpumgrError):

@@ -10,10 +10,8 @@ from typing import NamedTuple, Self
 
 
 class FileIdentity(NamedTuple):
-    """Identifies one content of a file: it changes when the file is replaced or written to.
-
-    The inode's change time is not used, because a hard link or a chmod also changes it.
-    """
+    """Changes when a file is replaced or written to. The inode's change time is not used, because a hard link or a chmod also changes
+    it."""
 
     device: int
     inode: int
@@ -26,7 +24,7 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """The identity of the file at `path`, with links followed; None if it can't be examined."""
+        """Follows links; None if the file can't be examined."""
         try:
             return cls.of(os.stat(path))
         except OSError:
@@ -41,13 +39,11 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o644, durable
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterator[int]:
-    """Yields a descriptor (read and write) of a new file, which replaces `path` atomically when the body ends without an error. If the body
+    """Yields a descriptor (read and write) of a new file with exactly `mode`, which replaces `path` atomically at the end. If the body
     raises, `path` stays as it was.
 
-    The file has exactly `mode`; the umask is not applied. With `durable`, content and name also survive a power loss. Without it they
-    survive only a crash of the process, which is enough on a tmpfs.
-
-    Only one writer may replace a path at a time. Raises OSError.
+    With `durable`, content and name survive a power loss; without it, only a crash of the process, which is enough on a tmpfs. Only one
+    writer may replace a path at a time. Raises OSError.
     """
     new = temporary_of(path)
     with suppress(FileNotFoundError):  # a killed process may have left it, and O_EXCL refuses an existing file
@@ -71,8 +67,7 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The content of a file. Raises OSError, also if the file is not regular or has more than `most_bytes`. Opening a FIFO does not
-    block."""
+    """Raises OSError, also if the file is not regular or has more than `most_bytes`. Opening a FIFO does not block."""
     with open(path, "rb", opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -87,7 +82,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if it does not exist. Raises OSError."""
+    """Empty if the folder does not exist. Raises OSError."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -95,7 +90,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def temporary_of(path: Path) -> Path:
-    """The file that `replacing` writes to. After a kill it remains until the next replacement."""
+    """The file that `replacing` writes to. After a kill it remains."""
     return path.with_name(f".{path.name}.new")
 
 

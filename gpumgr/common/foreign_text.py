@@ -1,8 +1,5 @@
-"""Decodes JSON and YAML of other programs.
-
-For any text, however deeply nested or broken, the result is a value or UnreadableText. If a JSON object has a key twice, the last value
-counts, as in Go.
-"""
+"""Decodes JSON and YAML of other programs. Any text gives a value or UnreadableText. If a JSON object has a key twice, the last value
+counts, as in Go."""
 
 import asyncio
 import json
@@ -15,13 +12,12 @@ import yaml
 
 T = TypeVar("T")
 
-#: No Kubernetes object that gpumgr reads is nested nearly as deep. The decoders reach about a thousand levels.
+#: Kubernetes objects are not nested nearly as deep. The decoders reach about a thousand levels.
 MAX_DEPTH: Final = 100
 #: A message may quote a key of any length, and reaches logs, events and refusals.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: A string or a bracket. A string without an end reaches to the end of the text. The expression never backtracks, so the time is linear in
-#: the length.
+#: A string or a bracket. A string without an end reaches to the end of the text. Without backtracking, the time is linear in the length.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 #: Longer objects of the API server are parsed on a thread. Parsing this many bytes takes up to 20 ms.
 LONG_BYTES: Final = 1 << 16
@@ -46,8 +42,7 @@ def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
 @overload
 def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes JSON, into `kind` if given. Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is not
-    JSON."""
+    """Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is not JSON."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
@@ -81,7 +76,7 @@ def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
 
 
 def _check_yaml(text: bytes | str) -> None:
-    """Checks the parser's events before any Python object is built. Raises UnreadableText, and PyYAML's errors."""
+    """Checks the parser's events before any Python object is built."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
@@ -109,11 +104,10 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes an object that the API server stored, even if the decoder refuses a part of it. So no user can hide an object from gpumgr
-    with a fault in a part that gpumgr does not need.
+    """Decodes an object that the API server stored, even if the decoder refuses a part of it: no user can hide an object by a fault in a
+    part that gpumgr does not need.
 
-    Values nested deeper than MAX_DEPTH, NaN and Infinity are then read as null, and halves of surrogate pairs as "?". Raises
-    UnreadableText.
+    Then values below MAX_DEPTH, NaN and Infinity become null, and halves of surrogate pairs "?". Raises UnreadableText.
     """
     try:
         return decode_json(text, kind)
@@ -134,13 +128,12 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw, long_bytes: int = LONG_BYTES) -> T:
-    """Returns what `parse` returns, or raises its error. A text with more than `long_bytes` is parsed on a thread, because it would block
-    the event loop for up to half a second."""
+    """A text with more than `long_bytes` is parsed on a thread, because it would block the event loop for up to half a second."""
     return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > long_bytes else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """Like `decode_stored`, but repairs a text that the decoder refuses on a thread, because that takes long."""
+    """Like `decode_stored`, but repairs on a thread, because that takes long."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

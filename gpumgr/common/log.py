@@ -1,8 +1,7 @@
 """Configures the log: structlog writes JSON lines to stderr, or text (format "console", and "auto" on a terminal). Libraries log from
 WARNING on.
 
-With "auto", if systemd's journal reads stderr, each line becomes a journal entry with fields and a priority. The entry's message is the
-JSON line.
+With "auto", if systemd's journal reads stderr, each line becomes a journal entry with fields and a priority.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ _LEVELS: dict[str, int] = {
 
 
 class _Threshold:
-    """Drops lines below the level. The level is kept here, because loggers cache everything else at their first use."""
+    """The level is kept here, because loggers cache everything else at their first use."""
 
     def __init__(self) -> None:
         self.lowest = logging.INFO
@@ -51,8 +50,7 @@ def set_level(level: Level) -> None:
 
 
 def configure_log(level: Level, form: Format, *, cache_loggers: bool = True) -> None:
-    """Configures logging; call it before anything is logged. With `cache_loggers`, loggers cache their configuration, which is faster in a
-    long-running process."""
+    """Call it before anything is logged. `cache_loggers` is faster in a long-running process."""
     set_level(level)
     out = sys.stderr
     console = form == "console" or (form == "auto" and out.isatty())
@@ -81,7 +79,7 @@ def _read_by_journal(out: TextIO) -> bool:
 
 
 class _Lines:
-    """Sends each entry to the journal, or else to stderr. If stderr is a full disk or a closed pipe, the line is lost without an error."""
+    """Sends each entry to the journal, or else to stderr. Lines to a full disk or a closed pipe are lost."""
 
     def __init__(self, out: TextIO, journal: Journal | None) -> None:
         self._out, self._journal = out, journal
@@ -112,7 +110,7 @@ def _console(out: TextIO) -> Processor:
 
 
 def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
-    """One line of JSON. Values that JSON can't represent are written as their repr."""
+    """Values that JSON can't represent are written as their repr."""
     ordered = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event} | dict(event)
     try:
         return msgspec.json.encode(ordered, enc_hook=repr).decode()

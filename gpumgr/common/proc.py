@@ -28,7 +28,7 @@ def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
 
 
 def is_running(process: Process, root: Path = PROC) -> bool:
-    """Whether this process still runs. False if another process has its pid now."""
+    """False also if another process has its pid now."""
     pid, started = process
     return start_time_ticks(pid, root) == started
 
@@ -40,8 +40,8 @@ def parent_pid(pid: int) -> int | None:
 
 
 def first_stack(pid: int, root: Path = PROC) -> int | None:
-    """The address at which the stack of the first thread begins (field 28 of /proc/PID/stat). It changes when the process executes another
-    program. None if there is no such process or the agent may not trace it."""
+    """The address at which the first thread's stack begins (field 28 of /proc/PID/stat). It changes when the process executes another
+    program. None without such a process or the right to trace it."""
     fields = _stat(pid, root)
     return (int(fields[25]) or None) if len(fields) > 25 else None
 
@@ -49,7 +49,7 @@ def first_stack(pid: int, root: Path = PROC) -> int | None:
 def environment(pid: int, root: Path = PROC) -> bytes:
     """The environment at the process's start, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
 
-    The kernel reads it from the memory of the process. So the process can change it, and can make this call hang.
+    The kernel reads it from the process's memory, so the process can change it and make this call hang.
     """
     try:
         descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
@@ -76,9 +76,9 @@ def _stat(pid: int, root: Path) -> list[bytes]:
 
 
 def mount_tables(root: Path) -> Iterator[str]:
-    """Yields the text of mountinfo once per mount namespace with a process; without CAP_SYS_PTRACE, once per process. Blocks.
+    """Yields mountinfo once per mount namespace with a process (without CAP_SYS_PTRACE: per process). Blocks.
 
-    Raises OSError if a process is hidden from the agent. Its `filename` is the file that can't be read.
+    Raises OSError if a process is hidden from the agent; its `filename` is the unreadable file.
     """
     pids = [entry for entry in os.listdir(root) if entry.isdecimal()]
     if "1" not in pids:  # with the mount option hidepid=, /proc lists only processes that the agent may trace
@@ -99,7 +99,7 @@ def mount_tables(root: Path) -> Iterator[str]:
 
 
 def mounted_root(line: str) -> str:
-    """Field 4 of a line of mountinfo, still escaped: the root of the mount within its file system. "" if the line has no such field."""
+    """Field 4 of a line of mountinfo, still escaped: the root of the mount within its file system. "" if it is missing."""
     fields = line.split(" ", 4)
     return fields[3] if len(fields) > 3 else ""
 
@@ -115,9 +115,9 @@ class Mount(NamedTuple):
 
 
 def mount_of(mountinfo: str, path: Path) -> Mount | None:
-    """The mount that contains the absolute path: the nearest mount point above it, and there the last mount. None if there is none.
+    """The last mount at the nearest mount point above the absolute path. Lines that can't be parsed are skipped.
 
-    Lines that can't be parsed are skipped. Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7).
+    Source: proc(5), /proc/PID/mountinfo, and mount_namespaces(7).
     """
     found: Mount | None = None
     for line in mountinfo.splitlines():
@@ -144,7 +144,7 @@ def _mount_namespace(process: Path) -> str | None:
 
 
 class HostProcesses:
-    """The processes below `root`, normally /proc. A process that can't be read counts as gone."""
+    """A process that can't be read counts as gone."""
 
     def __init__(self, root: Path = PROC) -> None:
         self._root = root
@@ -153,7 +153,7 @@ class HostProcesses:
         return start_time_ticks(pid, self._root)
 
     def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
-        """Maps each pid of a running process to its start time. Blocks, so call it on a thread."""
+        """Maps each running pid to its start time. Blocks, so call it on a thread."""
         return {pid: time for pid in pids if (time := self.start_time(pid)) is not None}
 
     def runs(self, process: Process) -> bool:

@@ -1,10 +1,9 @@
 """Sends log entries to systemd's journal, and notifications to the service manager.
 
-Source of the journal's datagrams: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field.
-A value with newlines is sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline.
+Source: systemd's "Native Journal Protocol". One datagram is one entry, with a line `FIELD=value` for each field. A value with newlines is
+sent as FIELD, newline, its size in bytes (64 bits, little endian), the value, newline.
 
-A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket $NOTIFY_SOCKET. Without that variable, or if systemd does not
-listen, nothing is sent.
+A notification (sd_notify(3)) is a datagram of KEY=VALUE lines to the socket $NOTIFY_SOCKET, if that is set.
 """
 
 import os
@@ -35,8 +34,7 @@ def is_journal_stream(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def entry_of(message: str, event: Mapping[str, Any]) -> list[Field]:
-    """The fields of a journal entry. "level" becomes PRIORITY, "timestamp" is left out, and every other key becomes GPUMGR_<KEY>. A list
-    becomes one field per item."""
+    """ "level" becomes PRIORITY, "timestamp" is left out, and every other key becomes GPUMGR_<KEY>. A list becomes one field per item."""
     priority = _PRIORITIES.get(str(event.get("level")), _PRIORITIES["info"])
     fields = [("MESSAGE", message), ("PRIORITY", priority), ("SYSLOG_IDENTIFIER", "gpumgr")]
     for key, value in event.items():
@@ -60,7 +58,6 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def encode(fields: Iterable[Field]) -> bytes:
-    """The datagram of an entry. Text that is not UTF-8 is escaped."""
     return b"".join(_encoded(name.encode(), value.encode(errors="backslashreplace")) for name, value in fields)
 
 
@@ -71,14 +68,13 @@ def _encoded(name: bytes, value: bytes) -> bytes:
 
 
 class Journal:
-    """Sends entries without waiting; an overloaded journal refuses them."""
-
     def __init__(self, path: Path = SOCKET) -> None:
         self._path = str(path)
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal accepted the entry. It refuses one that is too long for a datagram (about 200 kB). Raises nothing."""
+        """Returns whether the journal accepted the entry: it may be overloaded, or the entry longer than a datagram (about 200 kB). Raises
+        nothing."""
         try:
             self._sender.sendto(encode(fields), self._path)
         except OSError:
@@ -93,7 +89,7 @@ _MICROSECONDS: Final = 1_000_000
 
 
 class Notifier:
-    """Sends the agent's state to the service manager. No call blocks or raises."""
+    """No call blocks or raises."""
 
     def __init__(self, environ: Mapping[str, str], *, pid: int | None = None) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
@@ -103,7 +99,7 @@ class Notifier:
 
     @property
     def watchdog_period_seconds(self) -> float | None:
-        """The interval at which `watchdog` must be called: half of the time that systemd allows. None: there is no watchdog."""
+        """The interval for `watchdog`: half of the time that systemd allows. None: there is no watchdog."""
         return None if self._watchdog_seconds is None else self._watchdog_seconds / 2
 
     def ready(self, status: str) -> None:
@@ -114,7 +110,6 @@ class Notifier:
         self._send(_status(text))
 
     def watchdog(self) -> None:
-        """Reports that the agent runs."""
         self._send("WATCHDOG=1")
 
     def stopping(self) -> None:
@@ -135,8 +130,7 @@ def _status(text: str) -> str:
 
 
 def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
-    """The longest time between two calls of `watchdog`; None: there is no watchdog. $WATCHDOG_USEC is valid only in the process
-    $WATCHDOG_PID. Source: sd_watchdog_enabled(3)."""
+    """$WATCHDOG_USEC is valid only in the process $WATCHDOG_PID. Source: sd_watchdog_enabled(3)."""
     for_pid, period = environ.get("WATCHDOG_PID", ""), environ.get("WATCHDOG_USEC", "")
     if (for_pid and for_pid != str(pid)) or not (period.isascii() and period.isdigit()) or int(period) == 0:
         return None

@@ -26,8 +26,7 @@ SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
-#: HAMi's resource, as the agent names it internally. Another name in the settings is translated to this one. One device id is one replica
-#: of a GPU.
+#: HAMi's resource, as the agent names it. The settings may name another one. One device id is one replica of a GPU.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
 #: gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
@@ -59,8 +58,8 @@ Process = tuple[int, int]
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """Amounts on one GPU. `cores` is in percent of the GPU. Only the scheduler counts `replicas` of HAMi's resource. `slices` has the
-    memory slices of MIG devices, slice n as bit n; a sum has the slices of both amounts."""
+    """Amounts on one GPU. `cores` is in percent. Only the scheduler counts `replicas` of HAMi's resource. `slices` has the memory slices of
+    MIG devices, slice n as bit n."""
 
     cores: int = 0
     memory_mebibytes: int = 0
@@ -80,7 +79,6 @@ class Amounts(msgspec.Struct, frozen=True):
         return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
 
     def beyond(self, other: "Amounts") -> "Amounts":
-        """The cores and the memory by which this exceeds `other`, at least 0."""
         return Amounts(max(0, self.cores - other.cores), max(0, self.memory_mebibytes - other.memory_mebibytes))
 
     def __str__(self) -> str:
@@ -92,13 +90,12 @@ class Amounts(msgspec.Struct, frozen=True):
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """The agent's name of a resource in the kubelet's lists. `names`: the kubelet's name -> the agent's, if they differ."""
+    """`names`: the kubelet's name -> the agent's, if they differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 
 def other_resource(resource: Resource) -> Resource:
-    """The other resource of a vcuda container, core or memory. Replicas and MIG devices have only one call of Allocate, so they return
-    `resource` itself."""
+    """Core or memory. Replicas and MIG devices have only one call of Allocate, so they return `resource` itself."""
     return _OTHER[resource]
 
 
@@ -112,7 +109,7 @@ def ratio(value: float | None) -> float | None:
 
 
 def percent(value: float | None) -> float | None:
-    """The ratio in percent, as in gpu-manager's and HAMi's metrics."""
+    """In percent, as in gpu-manager's and HAMi's metrics."""
     share = ratio(value)
     return None if share is None else round(100 * share, 6)
 

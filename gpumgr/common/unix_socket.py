@@ -1,7 +1,7 @@
 """Makes and removes the file of a unix socket that a server listens on.
 
-Invariants: a file that is no socket is never replaced, and a socket with a listener only at the caller's request. A file that another
-process has put in the socket's place is not removed. Clients can't connect before the file has the wanted mode.
+Invariants: only sockets are replaced, and a socket with a listener only at the caller's request. A file that another process has put in its
+place is not removed. Clients can't connect before the file has the wanted mode.
 """
 
 import errno
@@ -22,8 +22,6 @@ def path_problem(path: Path) -> str | None:
 
 
 class UnixSocket:
-    """One socket file at `path`. `bind` makes it, `remove` deletes it."""
-
     def __init__(self, path: Path, *, mode: int = 0o600) -> None:
         self.path: Final = path
         self._mode = mode
@@ -35,10 +33,10 @@ class UnixSocket:
         return self._inode is not None and _inode(self.path) == self._inode
 
     def bind(self, *, replace_served: bool = False) -> socket.socket:
-        """Returns a bound socket that does not listen yet. `replace_served`: replace a socket even if a process listens on it.
+        """Returns a bound socket that does not listen yet.
 
-        Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens there,
-        EEXIST if the file is no socket. Other errors are the system's.
+        Raises OSError with a sentence as its strerror: ENAMETOOLONG for a path that is too long, EADDRINUSE if a process listens there
+        (unless `replace_served`), EEXIST if the file is no socket.
         """
         if problem := path_problem(self.path):
             raise OSError(errno.ENAMETOOLONG, problem)
@@ -67,7 +65,7 @@ class UnixSocket:
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process listens on the socket at this path. Does not block. Raises OSError if that can't be determined."""
+    """Does not block. Raises OSError if it can't be determined."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -80,7 +78,7 @@ def is_served(path: Path) -> bool:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
-    """Removes the sockets in `folder` that match `pattern` and have no listener. Returns their paths. Raises nothing."""
+    """Removes sockets without a listener. Returns their paths. Raises nothing."""
     removed = []
     for path in folder.glob(pattern):
         if _is_leftover(path):
@@ -91,7 +89,7 @@ def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether the file is certainly a socket without a listener."""
+    """False if that is uncertain."""
     with suppress(OSError):
         return path.is_socket() and not is_served(path)
     return False

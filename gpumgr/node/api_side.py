@@ -1,4 +1,4 @@
-"""The part of the agent that uses the API server: this node's pods, what is published, and the deletion of refused pods."""
+"""The part of the agent that uses the API server."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ class ApiSide:
             await server.close()
 
     def watch(self) -> asyncio.Task[None]:
-        """Returns the task that keeps `pods` up to date; the first call starts it."""
+        """The first call starts the task that keeps `pods` up to date."""
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self.pods.run() if isinstance(self.pods, PodCache) else asyncio.sleep(0), name="watch"
@@ -75,13 +75,12 @@ class ApiSide:
         return self._watch
 
     def api_queue(self) -> ApiQueueState | None:
-        """The writes that wait for the API server; None without an API server."""
+        """The writes that wait for the API server; None without one."""
         if self.publisher is None or not isinstance(self.pods, PodCache):
             return None
         return replace(self.publisher.state(), unreadable=self.pods.unreadable)
 
     def start(self, group: asyncio.TaskGroup, components: Components) -> list[asyncio.Task[None]]:
-        """Starts the daemons of this part and returns their tasks."""
         if not isinstance(self.pods, PodCache) or self.publisher is None:
             return []
         publisher, delete_failed = self.publisher, components.settings.kubernetes.delete_failed_pods
@@ -131,7 +130,6 @@ class ApiSide:
         return reporters
 
     def apply(self, kubernetes: KubernetesSettings) -> None:
-        """Applies these settings to what is published from now on."""
         if isinstance(self.pods, PodCache):
             self.pods.write_events = kubernetes.write_events
         if self.node is not None:
@@ -140,7 +138,6 @@ class ApiSide:
             self.decisions.switch(annotate_pods=kubernetes.annotate_pods, write_events=kubernetes.write_events)
 
     async def wait_synced(self, seconds: float) -> None:
-        """Waits until this node's pods are known, at most `seconds`."""
         if isinstance(self.pods, PodCache):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

@@ -63,10 +63,7 @@ TAKEN_OVER = "gpu_manager_taken_over"
 
 
 class Components:
-    """The agent and its adapters to the driver, the kubelet and the enforcement backends. Create it inside the event loop.
-
-    `driver` is gpumgr's DRA driver; None if node.mode is plugin.
-    """
+    """The agent and its adapters. Create it inside the event loop. `driver` is gpumgr's DRA driver; None if node.mode is plugin."""
 
     def __init__(
         self,
@@ -108,7 +105,7 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: Serves claims that remain after a change of node.mode from dra to plugin, or that may remain after a loss of the ledger.
+        #: Serves claims that remain, or may remain, after a change of node.mode from dra to plugin or a loss of the ledger.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
             from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
@@ -131,7 +128,7 @@ class Components:
         self.display = self._make_display() if settings.display.enabled else None
 
     def apply(self, settings: Settings) -> None:
-        """Applies new settings, which may differ only in live keys (gpumgr/settings/live.py)."""
+        """`settings` may differ only in live keys (gpumgr/settings/live.py)."""
         self.settings = settings
         set_level(settings.log.level)
         self.api_side.apply(settings.kubernetes)
@@ -215,8 +212,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Makes other containers' bursts end before a container starts. This may need two samples, so the driver is sampled each second
-        until then (nvml.sample_period_seconds may be an hour)."""
+        """Ends other containers' bursts before a container starts. The driver is sampled each second until then, because
+        nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 
@@ -392,7 +389,7 @@ def _host_paths(settings: Settings, proc_root: Path, driver_access: Callable[[],
 
 
 def _text_of(path: Path) -> str:
-    """The text of the file; empty if it can't be read."""
+    """Empty if the file can't be read."""
     with contextlib.suppress(OSError):
         return path.read_text()
     return ""

@@ -119,7 +119,6 @@ async def _assembled(
 
 
 def _log_damage(loaded: Loaded) -> None:
-    """Logs what could not be read from the checkpoint, and the consequences."""
     if loaded.set_aside is not None:
         log.error("checkpoint_set_aside", path=str(loaded.set_aside), reason=loaded.why)
     if loaded.notes_lost:
@@ -169,7 +168,7 @@ def _start_observers(group: asyncio.TaskGroup, components: Components, source: S
 
 
 async def _reconcile(components: Components) -> None:
-    """Waits for the driver, then adopts what the kubelet has allocated. Both happen before any device is offered."""
+    """Waits for the driver, then adopts what the kubelet has allocated, before any device is offered."""
     api_side, loaded, settings = components.api_side, components.loaded, components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
@@ -204,7 +203,7 @@ async def _keep_mig_devices(components: Components, *, complete: bool) -> None:
 
 
 async def _open_servers(components: Components) -> None:
-    """Opens the servers, then offers the devices. Raises ListenError."""
+    """Raises ListenError."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only glibc has these functions
         libc = ctypes.CDLL(None)
@@ -259,7 +258,7 @@ async def _tend(mig_devices: MigDevices) -> None:
 
 
 async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
-    """Continues drains from before a restart, once the pods are known, and evicts pods that become known later."""
+    """Continues drains from before a restart, and evicts pods that become known later."""
     if isinstance(api_side.pods, PodCache):
         await api_side.pods.wait_synced()
         while True:
@@ -268,7 +267,7 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Reports the status to the service manager. Only this loop feeds the watchdog, so it must not depend on NVML or the API server."""
+    """Only this loop feeds the watchdog, so it must not depend on NVML or the API server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0

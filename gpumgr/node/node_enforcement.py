@@ -62,7 +62,7 @@ def _libcuda(nvml_library: Path | None) -> str:
 
 
 def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
-    """NVML with these settings; its session is not open."""
+    """Its session is not open."""
     return Nvml(
         library_path=hardware.library_path,
         timeout_seconds=settings.nvml.call_timeout_seconds,
@@ -151,7 +151,6 @@ class NodeEnforcement:
         )
 
     def suspend_parts(self, sampling_soon: Callable[[], contextlib.AbstractContextManager[None]]) -> Parts:
-        """What MemoryLimitWatcher needs to suspend containers."""
         run_dir, root = self._settings.enforcement.run_dir, self._proc_root
         library, lock_file = _libcuda(self._settings.nvml.library_path), run_dir / "suspend.lock"
         return Parts(
@@ -176,26 +175,23 @@ class NodeEnforcement:
         )
 
     def backends(self) -> Mapping[str, Backend]:
-        """The backends by name, with HAMi-core's library that the settings name or that is installed now."""
-        # A library that was installed since is used without a restart of the agent.
+        """The backends by name. A HAMi-core library that was installed since is used without a restart."""
         self._hami_core.supply(*hami_core_library(self._settings))
         return self.limits.backends
 
     async def preload(self) -> None:
-        """Fills the caches that `choose` needs: the running containers, and whether HAMi-core's library works. Changes nothing on the
-        node."""
+        """Fills the caches that `choose` needs. Changes nothing on the node."""
         await self.containers.refresh()
         await self.backends()["hami-core"].unavailable()
 
     async def open(self, agent_state: AgentState, *, lost: bool) -> None:
-        """Finds the MPS program. The stored MPS protocol is kept if the ledger has a container that uses MPS, or is `lost`, so that one may
-        exist."""
+        """The stored MPS protocol is kept if a container of the ledger uses MPS, or may use it because the ledger is `lost`."""
         self._agent_state = agent_state
         keep = any({"mps", "mps-open"} & set(a.mechanisms) for a in agent_state.ledger.allocations.values())
         await self.mps.open(keep_protocol=keep or lost)
 
     async def choose(self, snapshot: NodeSnapshot) -> None:
-        """Chooses the backends that this node supports. Call it when the driver has listed GPUs, at the start or after a change."""
+        """Call it when the driver has listed GPUs, at the start or after a change."""
         self._snapshot = snapshot
         self._memory.driver_restarted()
         await self.driver_files.update(snapshot.driver_version)
@@ -221,7 +217,6 @@ class NodeEnforcement:
         self._freed.set()
 
     async def run(self) -> None:
-        """Removes leftovers and repeats the choice of backends, until cancelled."""
         next_prune = next_choice = time.monotonic()
         wait = 0.0
         while True:

@@ -59,8 +59,8 @@ async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator
 
 
 class SecondAgent:
-    """While another agent has the node, loads what needs no locks and serves the probes, in mode dra also the kubelet's registration.
-    `watch` returns the task that keeps `pods` up to date. `on_wait` gets the reason of the wait."""
+    """Loads what needs no locks and serves the probes, in mode dra also the kubelet's registration. `watch` returns the task that keeps
+    `pods` up to date. `on_wait` gets the reason of the wait."""
 
     def __init__(
         self,
@@ -146,8 +146,7 @@ class SecondAgent:
     # -- what needs no locks -----------------------------------------------------------------------------------------------
 
     async def _load(self) -> None:
-        """Returns when all is loaded. Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and errors of
-        the pod watch."""
+        """Raises CheckpointError if this version can't read the checkpoint, DriverMismatchError, and errors of the pod watch."""
         # The first agent may be writing the file now. If it is still corrupt when this agent has the node, this agent renames it.
         with suppress(CorruptError):
             self._ledger = (await asyncio.to_thread(read_checkpoint, self.settings.checkpoint.dir)).ledger

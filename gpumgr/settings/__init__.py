@@ -47,8 +47,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidSettingsError(SettingsError):
-    """`problems` has all errors, in the order of the layers."""
-
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
@@ -96,7 +94,6 @@ def load_settings(path: Path | None, *, environ: Mapping[str, str], overrides: M
 
 
 def check_settings(path: Path) -> tuple[Problem, ...]:
-    """All errors of one file, without environment and flags."""
     try:
         load_settings(path, environ={}, overrides={})
     except InvalidSettingsError as error:

@@ -1,7 +1,4 @@
-"""The gRPC client: a grpclib channel over a unix socket.
-
-`PeerConnection` is its connection, and the base of the server's connections.
-"""
+"""The gRPC client: a grpclib channel over a unix socket."""
 
 import asyncio
 from collections import defaultdict
@@ -36,11 +33,10 @@ class WireCodec(CodecBase):
 
 
 class PeerConnection(H2Protocol):
-    """A connection to a peer that may send anything.
+    """A client's or server's connection to a peer that may send anything.
 
-    grpclib raises an error for each h2 event that it does not know, but frames of an unknown type must be ignored (RFC 9113, section 5.5).
-    For data that they can't read, h2 and grpclib raise errors of many types, which asyncio would log with a traceback. Here such an error
-    closes the connection.
+    grpclib raises an error for each unknown h2 event, but frames of an unknown type must be ignored (RFC 9113, section 5.5). For unreadable
+    data h2 and grpclib raise errors of many types, which here close the connection.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -59,10 +55,8 @@ def _ignore(_event: object) -> None:
 
 
 class UnixChannel(OpenChannel):
-    """A channel to `path` that connects at the first call, and again when the connection is lost. Use it as an async context manager.
-
-    Create it inside a running event loop.
-    """
+    """Connects at the first call, and again when the connection is lost. Use it as an async context manager. Create it inside a running
+    event loop."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path=str(path), codec=WireCodec())
@@ -74,10 +68,10 @@ class UnixChannel(OpenChannel):
         return PeerConnection(made.handler, made.config, made.h2_config)
 
     async def unary(self, route: str, request: Any, reply_type: type[Reply], *, timeout_seconds: float | None = None) -> Reply:
-        """Makes one call. `request` is bytes or a generated message.
+        """Makes one call; the peer receives the deadline, too. `request` is bytes or a generated message.
 
-        Raises CALL_FAILURES, or WireError if the reply can't be read. The peer receives the deadline, too, and TimeoutError is also raised
-        if the peer reports that it has passed.
+        Raises CALL_FAILURES, or WireError if the reply can't be read. If the peer reports that the deadline has passed, TimeoutError is
+        raised.
         """
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
@@ -117,5 +111,5 @@ _KUBELET_HINTS: Final[dict[type[Exception], str]] = {
 
 
 def kubelet_error(doing: str, path: Path, error: Exception) -> KubeletError:
-    """A KubeletError with a sentence about one of CALL_FAILURES. `doing`: for example "register tencent.com/vcuda-core"."""
+    """`error` is one of CALL_FAILURES. `doing`: for example "register tencent.com/vcuda-core"."""
     return KubeletError(f"can't {doing} at {path}: {failure_text(error)}{_KUBELET_HINTS.get(type(error), '')}")

@@ -1,7 +1,5 @@
-"""The only module that uses private parts of grpclib: those have no public equivalent.
-
-tests/component/common/rpc/test_grpclib_private.py fails when grpclib changes one of them.
-"""
+"""The only module that uses private parts of grpclib. tests/component/common/rpc/test_grpclib_private.py fails when grpclib changes one of
+them."""
 
 from asyncio import AbstractServer, Transport
 from collections.abc import Callable
@@ -18,8 +16,6 @@ ServerStream: TypeAlias = Stream[Any, Any]
 
 
 class OpenServer(Server):
-    """A server that lets the subclass choose methods, connections and the listening socket."""
-
     @property
     def methods(self) -> dict[str, Method]:
         """Path -> method."""
@@ -31,7 +27,7 @@ class OpenServer(Server):
 
     @property
     def listener(self) -> AbstractServer | None:
-        """The listening server of asyncio; None before `start`. Set it to None to call `start` again."""
+        """None before `start`. Set it to None to call `start` again."""
         return self._server
 
     @listener.setter
@@ -39,7 +35,7 @@ class OpenServer(Server):
         self._server = listener
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection, which replaces grpclib's protocol `made`."""
+        """Returns the protocol that replaces grpclib's `made`."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:
@@ -47,15 +43,13 @@ class OpenServer(Server):
 
 
 class OpenChannel(Channel):
-    """A channel that lets the subclass choose the authority and the connection."""
-
     @property
     def authority(self) -> str:
-        """The header `:authority` of each call, as the kubelet sends it. grpclib would send "127.0.0.1:50051" for a unix socket."""
+        """The same header `:authority` as the kubelet's. grpclib would send "127.0.0.1:50051" for a unix socket."""
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
-        """The protocol of a new connection, which replaces grpclib's protocol `made`."""
+        """Returns the protocol that replaces grpclib's `made`."""
         return made
 
     def _protocol_factory(self) -> H2Protocol:
@@ -74,7 +68,7 @@ def h2_of(connection: Connection) -> H2Connection:
 
 
 def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable[[], None]:
-    """Makes the connection call `flush`. Returns grpclib's function, which sends what h2 has to send."""
+    """Returns grpclib's function, which sends what h2 has to send."""
     original = connection.flush
     connection.flush = flush  # type: ignore[method-assign]
     return original

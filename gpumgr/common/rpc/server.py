@@ -1,7 +1,4 @@
-"""A gRPC server on grpclib with an orderly end.
-
-grpclib's own `close` sends nothing to connected clients (no GOAWAY, no trailers) and continues to serve them.
-"""
+"""A gRPC server with an orderly end. grpclib's own `close` sends nothing to connected clients and continues to serve them."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -32,7 +29,7 @@ _PSEUDO_HEADERS: Final = (":method", ":scheme", ":path")
 
 
 class DrainingServer(OpenServer):
-    """A gRPC server with an orderly end: running calls finish, streams end, clients get a GOAWAY."""
+    """At its end running calls finish, streams end, and clients get a GOAWAY."""
 
     def __init__(
         self,
@@ -42,11 +39,8 @@ class DrainingServer(OpenServer):
         config: Configuration | None = None,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
-        """Create it inside a running event loop. Each of `services` has grpclib's method `__mapping__`. `end_streams` ends every streaming
-        call of the services.
-
-        `flush_seconds`: how long a client may take at the end to read what was sent, before its connection is aborted.
-        """
+        """Create it inside a running event loop. Each of `services` has grpclib's method `__mapping__`. `end_streams` ends their streaming
+        calls. After `flush_seconds` a client that does not read is aborted."""
         super().__init__(services, codec=WireCodec(), config=config)
         self.end_streams, self._flush_seconds = end_streams, flush_seconds
         self.connections: set[ServedConnection] = set()
@@ -60,7 +54,6 @@ class DrainingServer(OpenServer):
 
     @property
     def open_streams(self) -> int:
-        """Server-streaming calls that clients hold open now."""
         return len(self._stream_calls)
 
     @property
@@ -69,7 +62,7 @@ class DrainingServer(OpenServer):
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:
-        """Listens on the bound `sock` in place of an earlier socket. Connections and calls stay."""
+        """Replaces the listening socket by the bound `sock`. Connections and calls stay."""
         earlier, self.listener = self.listener, None
         try:
             await self.start(sock=sock)
@@ -80,10 +73,7 @@ class DrainingServer(OpenServer):
             earlier.close()
 
     async def wait_idle(self, timeout_seconds: float) -> None:
-        """Waits until the server is `idle`, at most `timeout_seconds`.
-
-        The kubelet's calls for a container come in pairs, about a millisecond apart: GetPreferredAllocation and Allocate.
-        """
+        """Waits until the server is `idle`. The kubelet calls GetPreferredAllocation and Allocate about a millisecond apart."""
         await asyncio.sleep(0)  # calls that have just arrived begin in this step of the event loop
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -103,8 +93,7 @@ class DrainingServer(OpenServer):
         """Stops listening, lets unary calls finish, ends streams, sends GOAWAY and disconnects. Cancels what still runs after
         `grace_seconds`.
 
-        Unary calls must end before streams. When ListAndWatch ends, the kubelet closes the whole connection, and with it any Allocate that
-        still runs there.
+        Unary calls must end before streams: when ListAndWatch ends, the kubelet closes the connection, and with it a running Allocate.
         """
         if self.listener is None or self.draining:
             return
@@ -119,8 +108,8 @@ class DrainingServer(OpenServer):
     async def close_now(self) -> None:
         """Ends every connection and cancels running calls. Clients close their connections once they have read everything.
 
-        A client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read either, its transport still holds data and stays
-        open, so it is aborted `flush_seconds` later.
+        A client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read, its transport keeps the data and stays open, so
+        it is aborted `flush_seconds` later.
         """
         self.draining = True
         if self.listener is None:
@@ -150,7 +139,7 @@ class DrainingServer(OpenServer):
         return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
-        """The same method, with the task of each call recorded while it runs."""
+        """The same method, which records the task of each running call."""
         streaming = method.cardinality is Cardinality.UNARY_STREAM
         calls = self._stream_calls if streaming else self._unary_calls
 
@@ -168,7 +157,7 @@ class DrainingServer(OpenServer):
 
 
 async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
-    """Waits until all `calls` have ended, at most `timeout_seconds`. Calls that are added while it waits count, too."""
+    """Waits until all `calls` have ended, also later ones."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
@@ -176,11 +165,8 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
 
 
 class ServedConnection(PeerConnection):
-    """One client's connection.
-
-    grpclib writes headers, message and trailers of an answer one after the other. Here one write sends all that one step of the event loop
-    has produced, which saves both sides most of their system calls.
-    """
+    """grpclib writes headers, message and trailers of an answer one after the other. Here one write sends all that a step of the event loop
+    has produced, which saves most system calls."""
 
     def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
         super().__init__(made.handler, made.config, h2_config)
@@ -202,7 +188,7 @@ class ServedConnection(PeerConnection):
             super().data_received(data)
 
     def _request_received(self, event: RequestReceived) -> None:
-        """Resets only the stream of a malformed request (RFC 9113, section 8.1.1). Other streams of the connection continue."""
+        """Resets only the stream of a malformed request (RFC 9113, section 8.1.1)."""
         if _is_well_formed(event.headers):
             self._accept(event)
             return
@@ -216,8 +202,7 @@ class ServedConnection(PeerConnection):
     def end(self) -> None:
         """Sends GOAWAY after the data that the transport still holds. If a call runs, it is cancelled and the connection closed.
 
-        Otherwise the client closes the connection, and only the sending side is closed here. A client that writes to a closed socket gets
-        an error, and may then drop the last answers.
+        Otherwise only the sending side is closed: a client that writes to a closed socket gets an error, and may drop the last answers.
         """
         if self._ended or self.transport.is_closing():
             return

@@ -37,8 +37,8 @@ class Call(msgspec.Struct):
 
 @contextmanager
 def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterator[Call]:
-    """Surrounds the work of a call: reports the outcome to `observe` and turns errors into GRPCErrors. The block sets the outcome at its
-    end. A bug is logged to `log` and ends only this call."""
+    """Reports the outcome of the block to `observe` and turns errors into GRPCErrors. The block sets the outcome at its end. A bug is
+    logged and ends only this call."""
     started = time.perf_counter()
     call = Call()
     try:
@@ -61,7 +61,7 @@ def answering(rpc: str, log: Any, observe: Observe = lambda *_: None) -> Iterato
 
 
 def unary(rpc: str, answer: Callable[[bytes], Awaitable[bytes]], log: Any, observe: Observe = lambda *_: None) -> Handler:
-    """A method in grpclib's form, with messages as bytes. `log` and `observe`: see `answering`."""
+    """A method in grpclib's form, with messages as bytes. See `answering`."""
 
     async def serve(stream: Any) -> None:
         with answering(rpc, log, observe) as call:
@@ -77,10 +77,8 @@ def failed_inside(rpc: str, error: Exception) -> str:
 
 
 async def receive(stream: Any) -> bytes:
-    """The request of a call; empty if the client sends no message.
-
-    Raises GRPCError for requests that grpclib can't decode: compressed messages, and frames shorter than their length field.
-    """
+    """The request of a call; empty without a message. Raises GRPCError for what grpclib can't decode: compressed messages, and frames
+    shorter than their length field."""
     try:
         request: bytes | None = await stream.recv_message()
     except NotImplementedError as error:
@@ -94,7 +92,7 @@ _REMEDIES: Final = {errno.ENAMETOOLONG: "; use a folder with a shorter path", er
 
 
 class UnixServer(DrainingServer):
-    """A gRPC server on the unix socket `path`. Create it inside the event loop."""
+    """Create it inside the event loop."""
 
     def __init__(self, path: Path, services: Collection[Any], end_streams: Callable[[], None] = lambda: None) -> None:
         super().__init__(services, end_streams=end_streams)
@@ -103,12 +101,12 @@ class UnixServer(DrainingServer):
 
     @property
     def in_place(self) -> bool:
-        """Whether the socket file is still this server's. If another process has deleted it, the socket stays open."""
+        """Whether the socket file is still this server's."""
         return self._socket.in_place
 
     async def listen(self) -> None:
-        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. A socket with a listener is
-        replaced, a file that is no socket is not.
+        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. Replaces any socket, but no other
+        file.
 
         Raises KubeletError if the path is too long or can't be bound.
         """
@@ -119,7 +117,7 @@ class UnixServer(DrainingServer):
             raise KubeletError(f"can't listen on {self.path}: {error.strerror or error}{remedy}") from error
 
     def remove(self) -> None:
-        """Removes the socket file, unless a newer one has replaced it. `listen` makes it again."""
+        """Removes the socket file unless a newer one has replaced it."""
         self._socket.remove()
 
     async def drain(self, grace_seconds: float) -> None:
@@ -128,7 +126,7 @@ class UnixServer(DrainingServer):
 
 
 class LinkState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a registration with the kubelet. `registrations` counts the successful attempts. `error` is the present problem."""
+    """A registration with the kubelet. `registrations` counts the successful attempts. `error` is the present problem."""
 
     registered: bool = False
     registrations: int = 0

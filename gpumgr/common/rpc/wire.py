@@ -3,8 +3,7 @@
 A message is a series of (tag, payload). tag = field number << 3 | wire type; wire types are 0 varint, 1 eight bytes, 2 length and bytes, 5
 four bytes. Source: the public protobuf encoding guide.
 
-Generated code handles short messages, but takes far more CPU ("Decisions" in docs/design.md). So this module is used for lists of device
-ids, pods and containers, and for the response to Allocate.
+Generated code takes far more CPU ("Decisions" in docs/design.md), so it is used only for short messages.
 """
 
 import re
@@ -34,10 +33,7 @@ M = TypeVar("M", bound=Generated)
 
 
 def parse(message_type: type[M], data: bytes) -> M:
-    """A generated message from its bytes. Raises WireError.
-
-    The generated code accepts truncated fields, so the bounds of the outermost fields are checked first.
-    """
+    """Raises WireError. The generated code accepts truncated fields, so the bounds of the outermost fields are checked first."""
     for _ in spans(data, 0, len(data)):
         pass
     try:
@@ -47,7 +43,7 @@ def parse(message_type: type[M], data: bytes) -> M:
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The varint at `at`, and the offset after it. Raises WireError if the varint runs beyond `end` or 64 bits."""
+    """The varint at `at`, and the offset after it. Raises WireError beyond `end` or 64 bits."""
     value = shift = 0
     while at < end:
         byte = data[at]
@@ -62,8 +58,7 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
-    """The offset after the payload of `wire_type` at `at`. Raises WireError if this offset is beyond `end` or `wire_type` does not
-    exist."""
+    """The offset after the payload at `at`. Raises WireError if it is beyond `end` or `wire_type` does not exist."""
     if wire_type == BYTES:
         size, at = read_varint(data, at, end)
         at += size
@@ -81,7 +76,7 @@ def skip(data: bytes, at: int, end: int, wire_type: int) -> int:
 
 
 def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (field number, start, end) of every length-delimited field of the message at start..end. Raises WireError."""
+    """(field number, start, end) of every length-delimited field of the message at start..end. Raises WireError."""
     at = start
     while at < end:
         tag = data[at]
@@ -105,17 +100,16 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """Reads the message at start..end in one pass; errors count bytes from its start. `texts`: field number -> an empty list, to which the
-    strings of that field are appended.
+    """Reads the message at start..end in one pass; errors count bytes from its start. Appends the strings of the fields in `texts` (number
+    -> list).
 
-    Returns the varint fields by number. If a field is repeated, the last one counts, as in protobuf. Other fields are skipped. Raises
-    WireError.
+    Returns the varint fields by number; the last one counts, as in protobuf. Other fields are skipped. Raises WireError.
     """
     if start > 0 or end < len(data):  # the outer message may be long: decode only this part
         data, start, end = data[start:end], 0, end - start
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
-    # Slices of one decoded string are faster than a decoding of each string. Strings that are not ASCII are decoded again at the end.
+    # Slices of one decoded string are faster. Strings that are not ASCII are decoded again at the end.
     latin_1 = data.decode("latin-1")
     at = start
     while at < end:
@@ -149,7 +143,7 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
 
 
 def texts(data: bytes, start: int, end: int) -> list[str]:
-    """The strings of field 1 of the message at start..end; other fields are skipped. Raises WireError."""
+    """The strings of field 1; other fields are skipped. Raises WireError."""
     # Nearly every message has only short strings, which the C code of `re` and `join` reads. `scan` reads the message if these strings,
     # encoded again, are not the whole message.
     ascii_text = data[start:end].decode("latin-1")
@@ -162,7 +156,7 @@ def texts(data: bytes, start: int, end: int) -> list[str]:
 
 
 def text(data: bytes, start: int, end: int) -> str:
-    """The string at start..end. Raises WireError if it is not UTF-8, as proto3 demands."""
+    """Raises WireError if the string is not UTF-8, as proto3 demands."""
     try:
         return data[start:end].decode()
     except UnicodeDecodeError as error:
@@ -183,18 +177,18 @@ _SHORT: Final = tuple(bytes([size]) for size in range(0x80))
 
 
 def field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field. `number` is 1 to 15, so that its tag is one byte."""
+    """`number` is 1 to 15, so that the tag is one byte."""
     size = len(payload)
     return _TAGS[number] + (_SHORT[size] if size < 0x80 else varint(size)) + payload
 
 
 def text_field(number: int, value: str) -> bytes:
-    """A string field as proto3 writes it: nothing for the empty string."""
+    """proto3 writes nothing for the empty string."""
     return field(number, value.encode()) if value else b""
 
 
 def text_fields(values: Iterable[str]) -> bytes:
-    """Repeated strings in field 1, also empty ones."""
+    """Repeated strings in field 1."""
     values = list(values)
     try:
         return "".join([_HEADS[len(each)] + each for each in values]).encode("ascii")
@@ -202,7 +196,7 @@ def text_fields(values: Iterable[str]) -> bytes:
         return b"".join([field(1, each.encode()) for each in values])
 
 
-#: Length -> tag and length of a short string in field 1. `_SHORT_TEXTS` finds such fields, but may also match other bytes.
+#: Length -> tag and length of a short string in field 1. `_SHORT_TEXTS` finds such fields, but may match other bytes.
 _HEADS: Final = tuple(f"\n{chr(size)}" for size in range(0x80))
 _SHORT_TEXTS: Final = re.compile("\n[\0-\x7f]([^\n]{0,127})")
 _TAGS: Final = tuple(bytes([number << 3 | BYTES]) for number in range(16))
