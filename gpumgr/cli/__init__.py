@@ -1,4 +1,4 @@
-"""The `gpumgr` command. The module of a subcommand is imported when the subcommand is called.
+"""The `gpumgr` command.
 
 Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node; 4 the
 checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
@@ -14,7 +14,7 @@ import click
 from gpumgr import __version__
 from gpumgr.common.errors import GpumgrError, InputError
 
-#: The commands in the order of `gpumgr --help`, which imports none of their modules.
+#: The order of `gpumgr --help`. The help imports none of their modules.
 _COMMANDS: Final = {
     "run": "Run the agent until SIGTERM.",
     "scheduler": "Choose node and GPUs for kube-scheduler.",
@@ -39,7 +39,7 @@ _COMMANDS: Final = {
 }
 #: Command -> its module, if that has another name.
 _MODULES: Final = {"resume": "suspend"}
-#: Commands that run for months. Their imports leave out parts of libraries that they never use.
+#: Long-running commands. Their imports leave out unused parts of libraries.
 _DAEMONS: Final = ("run", "scheduler", "claims")
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _end(why: Exception | str, *, code: int) -> NoReturn:
-    """Prints the error and ends the process. The text is made printable, because it may quote files, answers and names."""
+    """The text is made printable, because it may quote files, answers and names."""
     from gpumgr.cli.formats import printable  # here, so that `lean_imports` covers all imports of the agent
 
     with contextlib.suppress(OSError):

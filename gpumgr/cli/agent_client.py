@@ -1,8 +1,6 @@
-"""What commands know of this node: the documents of its running agent, by HTTP over its unix socket, and the names and health of its GPUs
-in words.
+"""What commands know of this node: documents of its running agent, by HTTP over its unix socket, and its GPUs in words.
 
-Without an agent, `gpumgr usage`, `why` and `history` use documents from its checkpoint, in which null replaces what only a running agent
-knows.
+Without an agent, `gpumgr usage`, `why` and `history` use its checkpoint; what only a running agent knows is then null.
 """
 
 import asyncio
@@ -34,7 +32,6 @@ T = TypeVar("T")
 Document = dict[str, Any]
 
 STATE: Final = "/api/state"
-#: The default timeout of a request.
 RESPONSE_SECONDS: Final = 30.0
 _CONNECT_SECONDS: Final = 5.0
 _NOT_FOUND: Final = 404
@@ -46,7 +43,7 @@ class AgentUnavailable(GpumgrError):
 
 
 class AgentClient:
-    """Use it as `async with AgentClient(socket) as agent`, on the running event loop.
+    """Use it as `async with AgentClient(socket) as agent`.
 
     All calls raise InputError for a 404, AgentUnavailable if a retry may succeed, and GpumgrError for a refusal or a missing permission,
     with the agent's own sentence if it sent one.
@@ -121,12 +118,11 @@ def report_unavailable(reason: str) -> None:
 
 
 def decoded(document: object, kind: type[T]) -> T:
-    """Decodes a response of the agent and makes every text printable. Raises GpumgrError if it is no `kind`."""
+    """Makes every text printable. Raises GpumgrError if the document is no `kind`."""
     return converted(cleaned(document), kind)
 
 
 def converted(document: object, kind: type[T]) -> T:
-    """Like `decoded`, with the texts as they are."""
     try:
         return convert(document, kind)
     except UnreadableText as error:
@@ -136,8 +132,8 @@ def converted(document: object, kind: type[T]) -> T:
 
 
 class NodeData(msgspec.Struct, frozen=True, kw_only=True):
-    """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known of the pod).
-    `entries` is the history of the pod, or all of it, with candidates, oldest first."""
+    """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known). `entries` is the
+    history of the pod, or all of it, oldest first."""
 
     live: bool
     state: Document
@@ -146,7 +142,7 @@ class NodeData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_entries_of(agent: AgentClient, pod: PodKey | None, newest: int = HISTORY_ENTRIES) -> list[Document]:
-    """The newest history entries with their candidates, oldest first. Raises the errors of AgentClient."""
+    """The newest entries with their candidates, oldest first. Raises the errors of AgentClient."""
     of_pod = "" if pod is None else f"&pod={quote('/'.join(pod), safe='')}"
     return converted(await agent.get(f"/api/history?limit={newest}{of_pod}"), list[Document])[::-1]
 
@@ -173,7 +169,7 @@ async def _pod(agent: AgentClient, pod: PodKey) -> Document | None:
 
 
 def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
-    """`reason`: why the agent is not asked. Raises GpumgrError with both reasons if the checkpoint can't be read."""
+    """`reason`: why the agent is not asked. Raises GpumgrError with both reasons."""
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:
@@ -197,7 +193,7 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
     indices = {candidate.gpu: candidate.index for candidate in newest}
 
     def known(rows: tuple[GpuRow, ...]) -> tuple[GpuRow, ...]:
-        """The rows without health, each with the GPU's index at the last decision."""
+        """Rows without health, each with the GPU's index at the last decision."""
         return tuple(replace(row, healthy=None, reason=None, message=None, index=indices.get(row.name)) for row in rows)
 
     return NodeData(
@@ -210,7 +206,7 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
 
 # -- GPUs in words. The texts of a `GpuRow` from `decoded` have no control characters ----------------------------------------
 
-#: Reasons of gpumgr.agent.node_report.NodeReport.unschedulable -> clearer words for the table.
+#: Reasons of NodeReport.unschedulable -> clearer words for the table.
 _REASONS: Final = {
     "xid": "XID error",
     "ecc": "ECC errors",
@@ -225,7 +221,7 @@ _REASONS: Final = {
 
 
 class GpuLabels(msgspec.Struct, frozen=True):
-    """The known GPUs in the order of NVML's index (None: unknown)."""
+    """GPUs in the order of NVML's index (None: unknown)."""
 
     indices: Mapping[GpuName, int | None]
 
@@ -262,14 +258,14 @@ def gpu_status(row: GpuRow) -> str:
 
 
 def excess_sentence(row: GpuRow, label: str) -> str | None:
-    """By how much the memory limits of the GPU's containers exceed its memory. None: not at all, or unknown."""
+    """Returns None if the limits do not exceed the GPU's memory, or are unknown."""
     if not row.limits_excess_bytes:
         return None
     return f"the memory limits of the containers on {label} exceed its memory by {gibibytes(row.limits_excess_bytes)} GiB"
 
 
 def gpu_sentences(row: GpuRow, label: str) -> list[str]:
-    """Sentences about the GPU's cordon and why it is unhealthy; empty for a healthy GPU in service. `label` names the GPU in them."""
+    """Sentences about cordon and health; empty for a healthy GPU in service. `label` names the GPU in them."""
     sentences = []
     if row.cordon is not None:
         verb = "is being drained" if row.cordon.draining else "is cordoned"

@@ -63,7 +63,7 @@ def show(file: Path | None, folder: Path | None, output: str) -> None:
 
 
 def document(ledger: Ledger) -> dict[str, Any]:
-    """The ledger as JSON data: GPUs in their order, allocations oldest first."""
+    """GPUs in their order, allocations oldest first."""
     return {
         "gpus": [{"name": c.name, "uuid": c.uuid, "memory_blocks": c.memory_blocks} for c in ledger.gpu_registry.gpus],
         "allocations": [_allocation(ledger, a) for a in _oldest_first(ledger)],

@@ -1,7 +1,7 @@
 """Asks the scheduler about a pod through the API server, so that the command runs on any machine with a kubeconfig.
 
-Through the API server's proxy the scheduler needs the token of http.token_file, because the proxy is a remote client. Through a port of
-`kubectl port-forward` it needs no token, because the request arrives from the pod's own host.
+The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. `kubectl port-forward` needs none,
+because its requests arrive from the pod's own host.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ from gpumgr.kube.client import REQUEST_TIMEOUT, AnswerError, ApiServer, items_of
 from gpumgr.placement.pods import PodKey
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
-#: The leader, or else any replica of the chart's Deployment. Another replica's answer lacks only the leader's decisions that no watch shows
-#: yet.
+#: The leader, or else any replica. Another replica's answer lacks only decisions that no watch shows yet.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
@@ -43,7 +42,7 @@ _KINDS: Final[dict[Kind, str]] = {
 
 
 class SchedulerLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """`pod` is the scheduler's pod; None to find it by its labels. `token` is the content of the scheduler's http.token_file."""
+    """`pod` None: find the scheduler's pod by its labels. `token` is the content of http.token_file."""
 
     kubeconfig: Path
     pod: PodKey | None = None
@@ -51,7 +50,7 @@ class SchedulerLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask_scheduler(location: SchedulerLocation, pod: PodKey, *, each_node: bool) -> tuple[dict[str, Any], Why]:
-    """Returns the answer as received, and decoded with printable texts. Raises GpumgrError."""
+    """The answer as received, and decoded with printable texts. Raises GpumgrError."""
     query = {"namespace": pod[0], "name": pod[1], **({"nodes": "1"} if each_node else {})}
     async with ApiServer.session(location.kubeconfig, remedy="give another --kubeconfig") as server:
         document = await _ask(server, location, await _scheduler(server, location), query)
@@ -64,7 +63,7 @@ async def ask_scheduler(location: SchedulerLocation, pod: PodKey, *, each_node: 
 
 
 async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[str, Any]:
-    """The scheduler's pod. Raises GpumgrError."""
+    """Raises GpumgrError."""
     if location.pod is not None:
         namespace, pod = location.pod
         try:
@@ -90,7 +89,7 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
 async def _ask(
     server: ApiServer, location: SchedulerLocation, scheduler: Mapping[str, Any], query: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The answer of the scheduler's pod: with a token through the API server's proxy, else through a forwarded port. Raises GpumgrError."""
+    """Asks with a token through the API server's proxy, else through a forwarded port. Raises GpumgrError."""
     namespace, pod = scheduler["metadata"]["namespace"], scheduler["metadata"]["name"]
     ports = [port for container in scheduler["spec"].get("containers") or () for port in container.get("ports") or ()]
     port = next((port["containerPort"] for port in ports if port.get("name") == _PORT_NAME), _DEFAULT_PORT)
@@ -108,15 +107,15 @@ async def _ask(
     ):
 
         def through_port(scheme: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-            # The port is on this machine, and kubectl has authenticated the API server.
+            # kubectl has authenticated the API server.
             return session.get(f"{scheme}://127.0.0.1:{local}/api/why", params=query, ssl=False)
 
         return await _answer(through_port, "the scheduler does not answer at the forwarded port")
 
 
 async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.ClientResponse]], failed: str) -> dict[str, Any]:
-    """Tries HTTP, then HTTPS, because only an attempt shows whether the port serves TLS. Raises GpumgrError, which begins with `failed` if
-    no scheduler has answered."""
+    """Tries HTTP, then HTTPS, because only an attempt shows whether the port serves TLS. Raises GpumgrError; without an answer it begins
+    with `failed`."""
     failures = []
     for scheme in ("http", "https"):
         try:
@@ -183,7 +182,7 @@ async def _forwarded(kubeconfig: Path, namespace: str, pod: str, port: int) -> A
 
 
 def why_text(why: Why) -> str:
-    """The answer as sentences. The texts of `why` must be printable (`cleaned`)."""
+    """The texts of `why` must be printable (`cleaned`)."""
     return "\n".join(_lines(why))
 
 

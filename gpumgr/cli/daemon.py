@@ -12,17 +12,16 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
-#: structlog always imports them if they are installed, for coloured tracebacks and for threads that gpumgr does not have.
+#: structlog imports them if they are installed, for coloured tracebacks and threads that gpumgr lacks.
 _UNUSED: Final = ("rich", "greenlet")
-#: What libraries import for parts that gpumgr does not use: command lines, cookies on disk, WebSockets, validators, dates, other servers.
-#: Without them the process needs 5 MiB less. A test checks that no message of gpumgr needs betterproto's types of google.protobuf.
+#: What libraries import for parts that gpumgr does not use (command lines, cookies on disk, WebSockets, dates), which need 5 MiB. A test
+#: checks that no message needs betterproto's types of google.protobuf.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
     *("aiohttp.web_ws", "aiohttp.client_ws", "aiohttp.http_websocket", "aiohttp._websocket.reader"),
 )
-#: SSL_CERT_FILE: the file of the system's certificates. FROZENLIST_NO_EXTENSIONS: frozenlist's extension needs 1 MiB for the C++ library,
-#: without a gain for gpumgr.
+#: Switches off the file of the system's certificates, and frozenlist's extension, which needs 1 MiB without a gain for gpumgr.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 
 
@@ -53,11 +52,11 @@ def _typing_extensions() -> ModuleType:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """A block in which imports need less time and memory. Afterwards only the imported modules remain.
+    """A block in which imports need less time and memory.
 
-    aiohttp makes two TLS contexts when it is imported. They get no certificates here, because gpumgr makes a context for each API server
-    itself. aiohttp also reads the system's lists of file types, but gpumgr serves no files. The garbage collector is off, because it would
-    scan all imported objects repeatedly, and ignores these objects later.
+    aiohttp's import makes two TLS contexts. They get no certificates, because gpumgr makes a context for each API server itself. aiohttp
+    also reads the system's lists of file types, but gpumgr serves no files. The garbage collector is off, because it would scan all
+    imported objects repeatedly.
     """
     stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
     replaced = {name: module for name, module in stand_ins.items() if name not in sys.modules}
@@ -83,7 +82,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Runs `run` with an event that SIGTERM and SIGINT set. A second signal ends the process at once."""
+    """SIGTERM and SIGINT set the event of `run`. A second signal ends the process at once."""
 
     async def until_signalled() -> None:
         stop = asyncio.Event()

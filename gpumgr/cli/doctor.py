@@ -25,8 +25,8 @@ from gpumgr.settings.profile import mig_offered, mig_on_demand
 
 
 def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
-    """The checks of this node, in order. `in_pod`: the command runs in a container with its own folders. `before_start`: an agent with
-    these settings is about to start on this node."""
+    """`in_pod`: the command runs in a container with its own folders. `before_start`: an agent with these settings is about
+    to start."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
     nvml = make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware)
     seen = gpus.SharedNvml(nvml)
@@ -35,7 +35,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     in_dra = settings.node.mode == "dra"
     uses_cdi = settings.enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
-    # They must be mounted from the host, because the kubelet, the runtime, other containers or the restarted agent read them.
+    # The kubelet, the runtime, other containers or the restarted agent read them, so they must be mounted from the host.
     host_folders = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
     if in_dra:
         host_folders |= {
@@ -161,10 +161,7 @@ def command(
 
 
 def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: bool) -> NoReturn:
-    """Checks the cluster, prints the findings, and ends the process with their exit code.
-
-    Raises SettingsError for credentials that can't be used.
-    """
+    """Raises SettingsError for credentials that can't be used."""
     from gpumgr.cli.examination import cluster  # the checks of a node do not need it
     from gpumgr.kube.client import ApiServer
 
@@ -179,13 +176,12 @@ def report_cluster(kubeconfig: Path | None, config: TextIO | None, *, as_json: b
 
 
 def report(examination: Coroutine[Any, Any, Report], *, as_json: bool) -> NoReturn:
-    """Prints the findings, and ends the process with their exit code."""
     with asyncio.Runner() as runner:
         done = runner.run(examination)
         if as_json:
             click.echo(json.dumps([{"check": name, **asdict(finding)} for name, finding in done.findings.items()], indent=2))
         else:
-            # Errors are last, because `kubectl describe pod` shows the last 2 KiB of a failed container's output.
+            # `kubectl describe pod` shows the last 2 KiB of a failed container's output, so errors are last.
             table = open_table(("", False), ("", False), ("", False), header=False)
             for name, finding in sorted(done.findings.items(), key=lambda found: found[1].state == "error"):
                 text = "; ".join(filter(None, (finding.message, finding.remedy)))

@@ -1,7 +1,7 @@
 """Values as text, and the tables of all commands.
 
-Kubernetes restricts the names of pods, but a damaged checkpoint or an operator's reason can contain anything. So characters with an effect
-on a terminal (escape sequences, line ends, bidirectional marks) are written as Python escapes: `\\x1b`.
+A damaged checkpoint or an operator's reason can contain anything. So characters with an effect on a terminal (escape sequences, line ends,
+bidirectional marks) are written as Python escapes: `\\x1b`.
 """
 
 import json
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """The text on one line, with characters that are not printable as Python escapes."""
+    """One line of text. Characters that are not printable become Python escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cleaned(document: Any) -> Any:
-    """The JSON data with every text, including keys, made printable."""
+    """Makes every text printable, also keys."""
     match document:
         case str():
             return printable(document)
@@ -43,7 +43,6 @@ def json_line(document: Any) -> str:
     return json.dumps(document).replace("\x7f", "\\u007f")
 
 
-#: Replaces a value that the driver does not report.
 UNKNOWN: Final = "unknown"
 _GIB: Final = 1 << 30
 #: Mechanisms that limit nothing: "none", and MPS for containers that are exempt from limits.
@@ -51,7 +50,7 @@ _UNLIMITED: Final = ("none", "mps-open")
 
 
 def clock_time(at: float) -> str:
-    """Unix seconds as a UTC date and time; @SECONDS if no date has this value."""
+    """UTC date and time; @SECONDS if no date has this value."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
@@ -86,14 +85,14 @@ def limits_sentence(mechanisms: Sequence[str]) -> str:
 
 # -- tables: without ruled lines, in colours on a terminal, and as plain text elsewhere ----------------------------------------
 
-#: Wide enough that plain text is neither folded nor cut.
+#: So wide that text is neither folded nor cut.
 UNBOUNDED: Final = 100_000
-#: On a narrower terminal lines wrap, because columns of names would have no space.
+#: On a narrower terminal the lines of a table wrap, because columns of names would have no space.
 MIN_WIDTH: Final = 80
 
 
 def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
-    """A table of columns (heading, whether it has numbers). Numbers are right-aligned and never cut."""
+    """`columns`: heading, and whether it has numbers, which are right-aligned and never cut."""
     from rich.table import Table  # here and below, because the agent needs only `printable`
 
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
@@ -103,7 +102,7 @@ def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
 
 
 def plain_text(content: "RenderableType", *, width: int = UNBOUNDED) -> str:
-    """The content without colours and without blanks at the ends of lines."""
+    """Text without colours, and without blanks at the ends of lines."""
     from rich.console import Console
 
     console = Console(width=width, highlight=False, force_terminal=False, color_system=None)
@@ -113,7 +112,7 @@ def plain_text(content: "RenderableType", *, width: int = UNBOUNDED) -> str:
 
 
 def show(content: "RenderableType") -> None:
-    """Prints the content in the width of the terminal. Without a terminal it prints one line of plain text per row."""
+    """Prints in the terminal's width; without a terminal, one line of plain text per row."""
     if sys.stdout.isatty():
         from rich.console import Console
 

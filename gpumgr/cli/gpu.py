@@ -202,8 +202,8 @@ async def request_maintenance(
 async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:
     """Drains the GPU and waits until it is empty, at most `wait_seconds` (None: no wait). Returns the agent's last response.
 
-    After the first response it retries while the agent is unavailable, because the agent stores the cordon and the pods to evict. Raises
-    GpumgrError if the agent refuses, or if the GPU is uncordoned in the meantime.
+    After the first response the agent has stored the cordon, so requests are retried while it is unavailable. Raises GpumgrError if the
+    agent refuses, or if the GPU is uncordoned in the meantime.
     """
     async with AgentClient(socket) as agent:
         first = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
@@ -212,14 +212,14 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
 
 
 async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Returns the last response, and reports changes on stderr. Reads the state until the GPU seems empty, and only then requests the drain
-    again, because that would cordon a GPU that was uncordoned in the meantime."""
+    """Reports changes on stderr. Reads the state until the GPU seems empty, and only then drains again, because that would cordon a GPU
+    that was uncordoned in the meantime."""
     gpu, reported, available, first_at = decoded(document, MaintenanceResult).gpu, "", True, None
     while not decoded(document, MaintenanceResult).empty and (remaining := deadline - time.monotonic()) > 0:
         await asyncio.sleep(min(POLL_SECONDS, remaining))
         try:
             state, available = decoded(await agent.get(STATE), NodeState), True
-            # The first state may be from before the drain, without the cordon. States with another time are newer.
+            # The first state may be from before the drain. States with another time are newer.
             first_at = first_at or state.at
             row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
             if row is not None and row.cordon is None and state.at != first_at:

@@ -53,7 +53,7 @@ _EXIT_CODES: Final = {
 
 
 def history_line(entry: HistoryEntry, gpus: GpuLabels) -> str:
-    """Time, kind of event (coloured), pod (container), size, GPUs and reason, separated by two blanks; "-" for an empty field."""
+    """Fields are separated by two blanks; "-" is an empty field."""
     what = click.style(f"{entry.what:<7}", fg=_COLORS.get(entry.what))
     cells = f"{_pod(entry):<32}  {_size(entry):<10}  {gpus.labels(entry.gpus) or '-':<6}"
     return f"{clock_time(entry.at)}  {what}  {cells}  {_reason(entry)}".rstrip()
@@ -108,7 +108,7 @@ def command(
     limit = newest or (_SHOWN if since is None else HISTORY_ENTRIES)
 
     def lines(documents: list[Document], state: Document, after: int = 0) -> list[str]:
-        """The lines of the matching entries with higher numbers than `after`."""
+        """Entries with higher numbers than `after`."""
         gpus = gpus_of(decoded(state, NodeState).gpus)
         return [
             json_line(document) if output == "json" else history_line(entry, gpus)
@@ -128,7 +128,7 @@ def command(
 
 
 def duration_seconds(text: str) -> float:
-    """A duration such as 90s, 10m, 1h30m or 2d, in seconds. Raises InputError."""
+    """Reads 90s, 10m, 1h30m or 2d. Raises InputError."""
     parts = _DURATION_PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise InputError(
@@ -138,7 +138,7 @@ def duration_seconds(text: str) -> float:
 
 
 async def _follow(socket: Path, pod: PodKey | None, limit: int, lines: Callable[..., list[str]]) -> None:
-    """Prints the last entries, then each new one, without end. Raises GpumgrError if the first request fails."""
+    """Prints the last entries, then each new one. Raises GpumgrError if the first request fails."""
     async with AgentClient(socket) as agent:
         state, documents, available, last = await agent.get(STATE), await read_entries_of(agent, pod), True, 0
         shown = lines(documents, state)[-limit:]

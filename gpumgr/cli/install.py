@@ -1,7 +1,7 @@
 """`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-`install library` does the same as config/image/hami-core/install.sh, an init container. It puts the library into a folder named after its
-SHA-256 and links to the selected one. Older copies stay, because a restarted container mounts the copy with which it was created.
+`install library` does the same as config/image/hami-core/install.sh, an init container. The library's folder is named after its SHA-256,
+and a link selects one. Older copies stay, because a restarted container mounts the copy with which it was created.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ _MOST_VERSION_CHARACTERS: Final = 200
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of the service on a host. The unit runs `program`."""
+    """The unit runs `program`."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = DEFAULT_CONFIG
@@ -43,7 +43,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file atomically, and prints it. Raises OSError."""
+    """The write is atomic. Raises OSError."""
     if path.is_file() and path.read_bytes() == data:
         click.echo(f"unchanged  {path}")
         return
@@ -84,8 +84,7 @@ def command() -> None:
 
 
 def install_service(place: Service) -> list[str]:
-    """Writes the unit, and the settings if there are none. Returns the next steps for the user. Raises GpumgrError before anything is
-    written."""
+    """Writes the unit, and the settings if there are none. Returns the user's next steps. Raises GpumgrError before anything is written."""
     if not place.program.exists():
         raise GpumgrError(
             f"{place.program}, which the unit runs, does not exist: install the wheel there first (in the source tree, `make wheel` "
@@ -109,7 +108,7 @@ def install_service(place: Service) -> list[str]:
 
 
 def uninstall_service(place: Service) -> list[str]:
-    """Stops the service and removes the unit. Returns the next step for the user. Raises GpumgrError."""
+    """Returns the user's next step. Raises GpumgrError."""
     for words in (("disable", "--now", place.unit.name), ("daemon-reload",)):
         click.echo(f"run        systemctl {' '.join(words)}")
         try:
@@ -143,7 +142,7 @@ def systemd(uninstall: bool) -> None:
 
 
 def install_library(folder: Path, source: Path, *, sha256: str | None, version: str) -> None:
-    """Checks, installs and selects the library. After GpumgrError or OSError the former selection stays."""
+    """After GpumgrError or OSError the former selection stays."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256, exports=EXPORTS)
@@ -159,7 +158,7 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
 
 
 def _select(link: Path, target: str) -> None:
-    """Points `link` to `target` atomically; it may replace another link. Raises GpumgrError if it is another kind of file."""
+    """The change is atomic, and may replace a link. Raises GpumgrError if another kind of file is there."""
     if link.is_symlink() and os.readlink(link) == target:
         click.echo(f"unchanged  {link} -> {target}")
         return
@@ -175,7 +174,7 @@ def _select(link: Path, target: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other installations out of the folder; the init container takes the same lock. Raises OSError."""
+    """The init container takes the same lock. Raises OSError."""
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

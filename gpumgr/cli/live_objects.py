@@ -30,7 +30,7 @@ _TAINT_OF_READY_STATUS: Final = {"True": "", "Unknown": "node.kubernetes.io/unre
 
 
 def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> tuple[LiveCluster, list[str]]:
-    """The cluster, and a sentence for each object that is left out or replaced by an assumption: why, and what follows."""
+    """The cluster, and a sentence for each object that is left out or replaced by an assumption."""
     problems: list[str] = []
     nodes: dict[str, LiveNode] = {}
     pods: list[LivePod] = []
@@ -68,7 +68,7 @@ def live_cluster(document: Json, policy: Policy, cpus_per_gpu: float = 8.0) -> t
 def read_pod(
     item: Json, nodes: Mapping[str, LiveNode] = MappingProxyType({}), budgets: Sequence[Budget] = ()
 ) -> tuple[WatchedPod, LivePod]:
-    """The pod as the scheduler and as the simulation see it. `nodes`: name -> node, with the pod's node. Raises one of UNREADABLE."""
+    """The pod as the scheduler and as the simulation see it. `nodes` has the pod's node, by name. Raises one of UNREADABLE."""
     convert(item, _Pod)
     pod = parse_watched_pod(item)
     return pod, _live_pod(item, pod, nodes.get(pod.node or ""), budgets)
@@ -101,7 +101,7 @@ def _live_node(item: Json, node: WatchedNode) -> LiveNode:
 
 
 def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> LivePod:
-    """`node` is the pod's node; None if it has none, or the node is unknown."""
+    """`node` is None if the pod has none, or it is unknown."""
     spec = item["spec"]
     rules = convert({key: spec.get(key) for key in _Rules.__annotations__}, _Rules)
     unchecked = tuple(_unchecked(spec))

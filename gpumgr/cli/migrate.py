@@ -1,4 +1,4 @@
-"""`gpumgr migrate`: prints what changes when gpumgr replaces another agent. --apply writes the settings file and nothing else."""
+"""`gpumgr migrate`: prints what changes when gpumgr replaces another agent."""
 
 import asyncio
 import hashlib
@@ -174,8 +174,8 @@ def _command_of(manifest: Path | None, text: str | None) -> GpuManagerCommand:
 
 
 async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, Mapping[str, int]]:
-    """Reads the kubelet's checkpoint. Returns the UIDs of the pods with devices (None: unknown), the containers with ids of gpu-manager,
-    and the number of registered ids by resource."""
+    """From the kubelet's checkpoint: the UIDs of the pods with devices (None: unknown), the containers with ids of gpu-manager, and the
+    number of registered ids by resource."""
     try:
         entries = await read_kubelet_checkpoint(folder / FILE_NAME)
         counts = parse_registered_devices((folder / FILE_NAME).read_bytes())
@@ -260,7 +260,7 @@ async def _given_by_kubelet(folder: Path, resource: str) -> frozenset[tuple[str,
 
 
 def _verify(config: Config, found: takeover.HamiState, to: Path, *, as_json: bool) -> None:
-    """Prints the differences, and exits with 1 if there are any."""
+    """Exits with 1 if there are differences."""
     folder = effective_settings(to if to.exists() else None).checkpoint.dir
     loaded = read_checkpoint(folder)
     if loaded.lost:
@@ -276,7 +276,7 @@ def _verify(config: Config, found: takeover.HamiState, to: Path, *, as_json: boo
 
 
 async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...]:
-    """The node and its pods. Raises GpumgrError."""
+    """Raises GpumgrError."""
     async with ApiServer.session(kubeconfig, remedy="name another one with --kubeconfig, or the pods with --pods") as server:
         pods = await server.read("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})
         return (
@@ -286,7 +286,7 @@ async def _fetch_node_and_pods(kubeconfig: Path, node: str) -> tuple[Object, ...
 
 
 def _library(folder: Path) -> tuple[Path, str] | None:
-    """HAMi's newest library in the folder, by the version in the file's name, and its SHA-256."""
+    """The last library by file name (which has the version), and its SHA-256."""
     for path in sorted(folder.glob("libvgpu.so.*"), reverse=True):
         if path.is_file():
             with path.open("rb") as file:
@@ -302,8 +302,7 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """Prints the plan; with `apply` it then writes the settings file. Names from files are made printable; the YAML encoder escapes the
-    settings."""
+    """With `apply` it then writes the settings file. Names from files are made printable; the YAML encoder escapes the settings."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

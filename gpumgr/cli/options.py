@@ -1,4 +1,4 @@
-"""Options of several commands, pod names on the command line, and the effective settings: defaults, file, environment and command line."""
+"""Options of several commands, pod names on the command line, and the effective settings."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
 
 
 class ExitingCommand(click.Command):
-    """A command with its exit codes in `--help`. `exit_codes`: exit code -> when the command ends with it."""
+    """Shows its exit codes in `--help`. `exit_codes`: exit code -> when the command ends with it."""
 
     def __init__(self, *arguments: Any, exit_codes: Mapping[int, str], **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -62,8 +62,8 @@ kubeconfig_option = click.option(
 
 
 class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where commands find the agent. `checkpoint` is its folder; None if only a socket was given, because the settings may belong to
-    another agent. `given`: by an option."""
+    """`checkpoint` is the folder of the agent's checkpoint; None if only a socket was given, because the settings may belong to another
+    agent. `given`: an option named the location."""
 
     socket: Path
     checkpoint: Path | None
@@ -71,7 +71,7 @@ class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_options(command: F) -> F:
-    """Adds --config and --socket; the command gets the `location` that they name. With --socket alone no settings are read."""
+    """Adds --config and --socket, which give the command its `location`. With --socket alone no settings are read."""
 
     @wraps(command)
     def located(*arguments: Any, file: Path | None, socket: Path | None, **others: Any) -> Any:
@@ -90,7 +90,7 @@ def agent_options(command: F) -> F:
 
 
 def settings_options(command: F) -> F:
-    """Adds --config and --set; the command gets the effective `settings`, which include its option --standalone."""
+    """Adds --config and --set, which give the command its `settings`. A --standalone of the command is applied."""
 
     @wraps(command)
     def configured(
@@ -127,21 +127,21 @@ def effective_settings(
 
 
 def default_kubeconfig() -> Path | None:
-    """The first file of $KUBECONFIG, else ~/.kube/config; None if it does not exist."""
+    """The first file of $KUBECONFIG, else ~/.kube/config, if it exists."""
     named = os.environ.get("KUBECONFIG", "").partition(":")[0]
     path = Path(named) if named else Path.home() / ".kube" / "config"
     return path if path.is_file() else None
 
 
 def needed_kubeconfig(given: Path | None) -> Path:
-    """The given kubeconfig, else the default one. Raises InputError if there is neither."""
+    """Raises InputError if there is neither."""
     if (file := given or default_kubeconfig()) is None:
         raise InputError("there is no kubeconfig: give --kubeconfig FILE")
     return file
 
 
 class Utf8(click.ParamType[Any]):
-    """Text in UTF-8. Python keeps other bytes as lone surrogates, which neither JSON nor a URL can hold."""
+    """Python keeps bytes that are not UTF-8 as lone surrogates, which neither JSON nor a URL can hold."""
 
     name = "text"
 
@@ -154,7 +154,7 @@ class Utf8(click.ParamType[Any]):
 
 
 class PodName(Utf8):
-    """A `PodKey`. As for kubectl, NAME is a pod in the namespace "default"."""
+    """As for kubectl, NAME is a pod in the namespace "default"."""
 
     name = "pod"
 

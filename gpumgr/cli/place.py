@@ -32,13 +32,13 @@ class GpuState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A state file. GPUs that it does not list are free."""
+    """GPUs that a state file does not list are free."""
 
     gpus: list[GpuState]
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """One GPU of the topology. `note`: why it accepts nothing."""
+    """`note`: why the GPU accepts nothing."""
 
     index: int
     blocks: int
@@ -89,7 +89,7 @@ def command(
 
 
 def read_state(path: str) -> StateFile:
-    """Reads a state file; `-` is stdin. Raises InputError, which begins with the file's name."""
+    """`-` is stdin. Raises InputError, which begins with the file's name."""
     try:
         return decode_json(content(path), StateFile)
     except (UnreadableText, OSError) as error:

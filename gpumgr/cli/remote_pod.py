@@ -35,7 +35,7 @@ class RemotePod:
         self._path = f"/api/v1/namespaces/{namespace}/pods/{name}"
 
     async def read(self) -> dict[str, Any]:
-        """The pod. Raises GpumgrError if it does not exist or can't be read."""
+        """Raises GpumgrError if the pod does not exist or can't be read."""
         try:
             if (found := await self._server.find(self._path)) is not None:
                 return found
@@ -44,7 +44,7 @@ class RemotePod:
         raise GpumgrError(f"there is no pod {self._name}; for another namespace give NAMESPACE/POD")
 
     async def read_for(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
-        """Yields the pod repeatedly for this time, at least once. Raises the errors of `read`."""
+        """Yields the pod at least once. Raises the errors of `read`."""
         last = time.monotonic() + seconds
         yield await self.read()
         while time.monotonic() < last:
@@ -52,8 +52,8 @@ class RemotePod:
             yield await self.read()
 
     async def annotate(self, key: str, text_of: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-        """Writes the annotation with the text of `text_of(pod)`, again if another writer changed the pod in between. Returns the pod
-        before. Raises GpumgrError, and the errors of `text_of`."""
+        """Writes the text of `text_of(pod)`, again if another writer changed the pod in between. Returns the pod as it was before. Raises
+        GpumgrError, and the errors of `text_of`."""
         for _ in range(_TRIES):
             pod = await self.read()
             same = {name: pod["metadata"][name] for name in ("uid", "resourceVersion") if name in pod["metadata"]}
@@ -74,7 +74,7 @@ async def remote_pod(pod: PodKey, kubeconfig: Path | None) -> AsyncIterator[Remo
 
 
 def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:
-    """The JSON value of an annotation. `default` is its text if the pod lacks it. Raises GpumgrError if it can't be read."""
+    """`default` is the text if the pod lacks it. Raises GpumgrError if it can't be read."""
     try:
         return decode_json((pod["metadata"].get("annotations") or {}).get(key, default), kind)
     except UnreadableText as error:

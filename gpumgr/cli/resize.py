@@ -59,7 +59,7 @@ async def _resize(kubeconfig: Path | None, name: PodKey, container: str | None, 
 
 
 def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
-    """The container to resize: the given one, or the only one with GPUs. Raises GpumgrError if it can't be resized."""
+    """The given container, or the only one with GPUs. Raises GpumgrError if it can't be resized."""
     if (pod.get("status") or {}).get("phase") in _ENDED:
         raise GpumgrError("the pod has ended")
     found = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
@@ -80,8 +80,7 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
 
 
 def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
-    """The annotation's text that requests the resize. A value that is not given is the one of an undecided request, or else of the agent's
-    last answer."""
+    """The annotation's text. A value that is not given is the one of an undecided request, or else of the agent's last answer."""
     decided, asked = _entry(pod, RESIZED_ANNOTATION, container), _entry(pod, RESIZE_ANNOTATION, container)
     undecided = asked if asked.get("requestedAt") != decided.get("requestedAt") else {}
     now = {key: value for key, value in {**decided, **undecided}.items() if key in ("cores", "memoryMiB")}
@@ -89,7 +88,7 @@ def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], r
 
 
 async def _answer(pod: RemotePod, container: str, requested_at: str) -> str:
-    """Waits for the agent's answer, and returns it as text. Raises GpumgrError for a refusal, or without an answer in time."""
+    """Raises GpumgrError for a refusal, or without an answer in time."""
     async for seen in pod.read_for(_ANSWER_SECONDS):
         answer = _entry(seen, RESIZED_ANNOTATION, container)
         if answer.get("requestedAt") == requested_at:
@@ -105,7 +104,7 @@ async def _answer(pod: RemotePod, container: str, requested_at: str) -> str:
 
 
 def _entries(pod: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object in the annotation; an unreadable one counts as empty."""
+    """An unreadable object counts as empty."""
     try:
         return annotation(pod, key, dict[str, Any], "{}")
     except GpumgrError:

@@ -101,7 +101,6 @@ def command(
 
 
 def _exit_code(error: BaseException) -> int:
-    """Logs why the agent ends, and returns the exit code."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     codes: tuple[tuple[type[BaseException], int], ...] = (

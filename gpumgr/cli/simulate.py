@@ -37,7 +37,7 @@ Examples:
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-#: Imported only for its commands, because each worker process imports this module, and needs no client of the API server.
+#: Imported only for its commands, because each worker process imports this module.
 _LIVE: Final = "gpumgr.cli.simulate_live"
 CPUS_PER_GPU: Final = click.Option(
     ["--cpus-per-gpu"],
@@ -150,7 +150,7 @@ def _read(nodes_file: Path, pods_file: Path) -> _Trace:
 
 
 def read_text(file: Path) -> str:
-    """A text file that a user names. Raises InputError, which names file and line."""
+    """Raises InputError, which names file and line."""
     try:
         content = file.read_bytes()
         return content.decode("utf-8-sig")
@@ -177,7 +177,7 @@ _received: list[_Trace] = []
 
 
 def _receive(trace: _Trace) -> None:
-    """Stores the trace in a worker process. It may be large, so it is sent once to each process."""
+    """A trace may be large, so it is sent once to each worker process."""
     _received[:] = [trace]
 
 
@@ -190,7 +190,7 @@ def _simulate(task: _Task) -> _Result:
 
 
 class _Column(NamedTuple):
-    """A measure of the table: a field of the results, with a key if the field is a mapping."""
+    """A field of the results, with a key if the field is a mapping."""
 
     title: str
     field: str
@@ -219,12 +219,12 @@ _REPLAYED: Final = (
 
 
 def _as_json(found: Iterable[_Result]) -> str:
-    """{"results": [...]}. A field with a value per percentage of arrived demand has the percentage, as text, as its key."""
+    """The keys of a field per percentage of arrived demand are percentages, as text."""
     return msgspec.json.format(msgspec.json.encode({"results": [*found]}), indent=2).decode() + "\n"
 
 
 def _rows(results: Sequence[_Result]) -> list[list[str]]:
-    """The header and a row for each policy: means over the seeds, with the standard deviation of several seeds."""
+    """A header, then a row for each policy: means over the seeds, with the standard deviation of several seeds."""
     others = {kind for result in results for kind in result.failed_pods} - set(KINDS)
     failed = [_Column(f"FAILED:{kind}", "failed_pods", kind) for kind in [*KINDS, *sorted(others, key=int)]]
     inflated = [*_INFLATED, *failed, _Column("IDLE GPUS", "idle_gpus")]
@@ -243,7 +243,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
-    """A table as text. `rows` begins with the header. Control characters are escaped."""
+    """`rows` begins with the header. Control characters are escaped."""
     # Here, because each worker process imports this module.
     from rich.text import Text
 

@@ -1,7 +1,4 @@
-"""`gpumgr simulate fit` and `defrag`: questions about a live cluster, answered on a snapshot of it. Nothing is changed.
-
-The snapshot has the needed fields of nodes, pods and PodDisruptionBudgets, from the API server or a file.
-"""
+"""`gpumgr simulate fit` and `defrag`: questions about a live cluster, answered on a snapshot of it. Nothing is changed."""
 
 import asyncio
 import json
@@ -30,9 +27,8 @@ from gpumgr.settings.schema import SchedulerSettings
 
 Document = dict[str, Any]
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
-#: The largest file of a pod.
 _MOST_BYTES: Final = 1 << 20
-#: The paths of the fields that are kept. Other fields, such as environment variables, may contain secrets.
+#: Paths of the kept fields. Others, such as environment variables, may contain secrets.
 _KEPT: Final = re.compile(
     r"""[a-z]+/metadata/(name|namespace|uid|labels/.*)
     |[a-z]+/metadata/annotations/(gpumgr\.io/(inventory|placement|policy|(use|avoid|same)-.*)|tencent\.com/predicate-.*
@@ -65,12 +61,12 @@ class _PodFile(TypedDict):
 
 
 def read_cluster(kubeconfig: Path) -> Document:
-    """A new snapshot of the cluster. Raises GpumgrError."""
+    """Raises GpumgrError."""
     return asyncio.run(_read(kubeconfig))
 
 
 def load(file: Path) -> Document:
-    """The snapshot in the file. Raises InputError."""
+    """Raises InputError."""
     text = read_text(file)
     try:
         return {**decode_json(text, _Snapshot)}
@@ -106,7 +102,7 @@ async def _items(server: ApiServer, path: str, **query: str) -> list[Any]:
 
 
 def _kept(value: Any, path: str) -> Any:
-    """The value with only the fields of `_KEPT`; None if it has none."""
+    """Only the fields of `_KEPT`; None if it has none."""
     if isinstance(value, dict):
         items = {key: new for key, each in value.items() if (new := _kept(each, f"{path}/{key}")) is not None}
         return items if items or not value else None
@@ -222,7 +218,7 @@ def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: An
 
 
 def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None) -> Json:
-    """The snapshot in the file, or with `from_cluster` a new one, which is saved if `snapshot` is set. Raises GpumgrError."""
+    """Reads the snapshot; with `from_cluster` makes a new one, and saves it if `snapshot` is set. Raises GpumgrError."""
     if not from_cluster:
         if kubeconfig is not None:
             raise click.UsageError("--kubeconfig needs --from-cluster")
@@ -236,7 +232,7 @@ def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path |
 
 
 def _read_pod(file: BinaryIO) -> LivePod:
-    """The pod in a YAML file. Raises InputError."""
+    """Raises InputError."""
     try:
         documents = decode_yaml(file.read(), max_bytes=_MOST_BYTES)
         if len(documents) != 1:

@@ -62,8 +62,7 @@ def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
 
 
 def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
-    """Sets the annotation to `value`, and prints the containers' states. Raises GpumgrError unless all are `wanted` in this time. 0
-    seconds: no wait, and no such error."""
+    """Prints the containers' states. Raises GpumgrError unless all are `wanted` in this time (0: no wait, and no such error)."""
     states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")
@@ -72,7 +71,7 @@ def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: st
 
 
 async def _annotate(name: PodKey, kubeconfig: Path | None, value: str, wait_seconds: float, wanted: str) -> _States:
-    """Annotates the pod, waits, and returns the last states. Raises GpumgrError."""
+    """Returns the last states. Raises GpumgrError."""
     async with remote_pod(name, kubeconfig) as pod:
 
         def text_of(seen: Mapping[str, Any]) -> str:
@@ -91,8 +90,7 @@ def _reached(states: _States, wanted: str) -> bool:
 
 
 def _states(pod: Mapping[str, Any]) -> _States:
-    """Container -> its state and the reason, as the agent wrote them. Ended containers, such as init containers, are left out. Raises
-    GpumgrError if none is left."""
+    """Container -> its state and the reason, without ended containers, such as init containers. Raises GpumgrError if none is left."""
     rows = annotation(pod, ALLOCATIONS, list[dict[str, Any]], "[]")
     if not rows:
         raise GpumgrError(

@@ -1,5 +1,4 @@
-"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also reads a node for other commands: from the text of nvidia-smi, a
-simulated node, or this machine's driver."""
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also the source of a node for other commands."""
 
 import asyncio
 import tempfile
@@ -22,8 +21,8 @@ from gpumgr.placement.tree import matrix_cells, render_matrix, render_tree, tree
 
 @contextmanager
 def hardware_of(sim: str | None, library_path: Path | None = None, folder: Path | None = None) -> Iterator[Hardware]:
-    """`sim`: name or file of a simulated node; None: this machine, with the driver's library at `library_path` if set. The simulated node's
-    files are in `folder`, or else in a temporary one.
+    """`sim`: name or file of a simulated node, with its files in `folder` or a temporary one. None: this machine, with the driver's library
+    at `library_path` if set.
 
     Raises SettingsError if the node's description is wrong, InputError without a C compiler.
     """
@@ -43,7 +42,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command shows of a node, in the order of the topology's rows. The text of nvidia-smi has no `gpus`, a driver no `nics`."""
+    """GPUs are in the order of the topology's rows. The text of nvidia-smi has no `gpus`, a driver no `nics`."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -54,8 +53,8 @@ class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_option(*, required: bool) -> Callable[[_F], _F]:
-    """Adds --topology and --sim; the command gets the `node` that they name, or else this machine's. `required`: one must be given. Raises
-    the errors of `read_topology` and `read_snapshot`."""
+    """Adds --topology and --sim, which give the command its `node`, by default this machine's. `required`: one must be given. Raises the
+    errors of `read_topology` and `read_snapshot`."""
 
     def added(command: _F) -> _F:
         @wraps(command)
@@ -86,14 +85,14 @@ def _of_driver(snapshot: NodeSnapshot) -> ShownNode:
 
 
 def content(path: str) -> bytes:
-    """The content of a file, or of stdin for -. Raises OSError."""
+    """`-` is stdin. Raises OSError."""
     with click.open_file(path, "rb") as file:
         read: bytes = file.read()
         return read
 
 
 def read_topology(path: str) -> ShownNode:
-    """Reads the text of topo -m from a file, or from stdin for -. Raises InputError, which begins with the file's name."""
+    """Reads the text of topo -m. Raises InputError, which begins with the file's name."""
     try:
         parsed = parse_topology(content(path).decode())
     except (OSError, UnicodeDecodeError, InputError) as error:
@@ -102,7 +101,7 @@ def read_topology(path: str) -> ShownNode:
 
 
 def read_snapshot(sim: str | None) -> NodeSnapshot:
-    """The GPUs of the simulated node `sim`, or of this machine if it is None, through the same library calls.
+    """The GPUs of the simulated node `sim`, or of this machine, through the same library calls.
 
     Raises NvmlAbsent without a driver, NvmlError if the driver fails or hangs, and the errors of `hardware_of`.
     """

@@ -1,4 +1,4 @@
-"""`gpumgr usage`: what containers hold and use of this node's GPUs, once or live, in tables for a terminal of any width.
+"""`gpumgr usage`: what containers hold and use of this node's GPUs, once or live.
 
 The texts of a `NodeState` are printable (see `agent_client.decoded`).
 """
@@ -35,7 +35,7 @@ from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, out
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
-#: The agent makes a new state once per nvml.sample_period_seconds, 1 s by default.
+#: By default the agent makes a new state each second.
 POLL_SECONDS: Final = 0.5
 #: Removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
@@ -86,7 +86,7 @@ def _style(row: GpuRow) -> str:
 
 
 def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
-    """A sentence for each fact about a GPU that does not fit into the table."""
+    """Sentences about what does not fit into the table."""
     notes = []
     for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
         label = gpus.label(row.name)
@@ -117,7 +117,7 @@ def _model(model: str | None) -> str:
 
 
 def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels) -> Table:
-    """If the limiter limits a container: HELD and WAITED replace CORES and PROCS. It gives containers turns on a GPU."""
+    """With containers of the limiter, which have turns on a GPU, HELD and WAITED replace CORES and PROCS."""
     turns = any(row.held_ratio is not None for row in rows)
     numbers = ("HELD", "WAITED", "BUSY", "MEMORY", "USED") if turns else ("CORES", "BUSY", "MEMORY", "USED", "PROCS")
     table = open_table(("POD (CONTAINER)", False), ("GPU", True), *((name, True) for name in numbers), ("LIMITS", False))
@@ -141,7 +141,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels) -> Table:
 
 
 def _memory(row: ContainerRow) -> str:
-    """The request, and the limit up to which the container may burst now."""
+    """The request, and the present limit with its burst."""
     if row.memory_bytes is None:
         return "-"
     return _gib_text(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_gib_text(row.memory_limit_bytes)}")
@@ -170,7 +170,7 @@ def _gib_text(memory_bytes: int | None) -> str:
 
 
 def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]:
-    """By GPU, then by utilization, then by memory used."""
+    """By GPU, utilization, memory used."""
     order = list(gpus.indices)
     position = order.index(row.gpu) if row.gpu in order else len(order)
     return position, -(row.utilization_ratio or 0.0), -(row.memory_used_bytes or 0), row.pod_name
@@ -180,7 +180,7 @@ def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]
 
 
 class Screen(Live):
-    """The latest state on the terminal's alternate screen. Lines that do not fit are cut at the end."""
+    """Uses the terminal's alternate screen. Lines that do not fit are cut at the end."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, screen=True, auto_refresh=False)
@@ -193,7 +193,7 @@ class Screen(Live):
 
 
 async def _watch(socket: Path) -> None:
-    """Shows each new state, without end. Raises GpumgrError if the first request fails."""
+    """Shows each new state. Raises GpumgrError if the first request fails."""
     async with AgentClient(socket) as agent:
         state = decoded(await agent.get(STATE), NodeState)
         with Screen(Console(highlight=False)) as screen:

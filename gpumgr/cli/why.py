@@ -102,7 +102,7 @@ def command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    # Here, because this module loads the API server's client, which a question to the agent does not need.
+    # Here, because it loads the API server's client, which a question to the agent does not need.
     from gpumgr.cli.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
@@ -133,7 +133,6 @@ def _from_node(location: AgentLocation, pod: PodKey, output: str) -> None:
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
-#: The names of the kubelet's calls.
 CALLS: Final[dict[Call, str]] = {
     "prefer": "GetPreferredAllocation",
     "allocate": "Allocate",
@@ -192,13 +191,13 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
 
 
 def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
-    """The amounts of the entry. A grant has the amounts of both calls of the kubelet (cores, memory)."""
+    """A grant has the amounts of both calls of the kubelet (cores, memory)."""
     calls = [each for each in pod.history if each.what == entry.what == "granted" and each.id == entry.id]
     return {each.kind: each.size for each in (*calls, entry) if each.kind and each.size}
 
 
 def _title(entry: HistoryEntry, sizes: Mapping[Resource, int]) -> str:
-    """Outcome, amount, container and call. A grant is always made in Allocate, so its call is left out."""
+    """A grant is always made in Allocate, so its call is left out."""
     if entry.what == "gpu":
         return f"gpu {entry.code}" if entry.code else "gpu"
     if entry.what == "event":
@@ -239,7 +238,7 @@ def _candidates(entry: HistoryEntry, request: ContainerRequest) -> Iterator[str]
 
 
 def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerRequest) -> str:
-    """ "chosen", or why the GPU was not chosen; empty if unknown. An amount of 0 in `request` is unknown."""
+    """ "chosen", or why not; empty if unknown. An amount of 0 in `request` is unknown."""
     if candidate.gpu in entry.gpus:
         return "chosen"
     if candidate.note is not None:
@@ -256,7 +255,7 @@ def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerReques
 
 
 def _request_of(entry: HistoryEntry, pod: PodDetails) -> ContainerRequest:
-    """The request of the entry's container: from the pod's request, or from both calls for the allocation."""
+    """From the pod's request, or from both calls for the allocation."""
     for request in pod.request:
         if request.container == entry.container:
             return request

@@ -1,8 +1,8 @@
 """Authorization: what each client may read or change. Pure.
 
-Clients on this host may read everything. Maintenance requests are accepted only over the unix socket, which only root can open. Remote
-clients may read metrics and probes. If the settings name a token file or a client CA, remote clients with the token or a certificate may
-read everything, and all others only the probes. The connection shows a client's origin, never a header.
+Clients on this host may read everything; only the unix socket, which root can open, accepts maintenance requests. Remote clients may read
+metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all others only
+the probes. Headers never decide a client's origin.
 
 The `Host` header of loopback clients is checked against DNS rebinding: a web page in a browser on this host can make its own name resolve
 to 127.0.0.1, but its requests have that name in `Host`.
@@ -19,7 +19,6 @@ import msgspec
 
 #: probe: for the kubelet; metrics: for scrapers; page: everything else that can be read; maintenance: requests that change something.
 Scope = Literal["probe", "metrics", "page", "maintenance"]
-#: Where a client connects from: the unix socket, this host, or another host.
 Origin = Literal["unix", "loopback", "remote"]
 
 CHALLENGE: Final = 'Bearer realm="gpumgr"'
@@ -28,8 +27,7 @@ _HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9
 
 
 class HttpClient(msgspec.Struct, frozen=True, kw_only=True):
-    """`certified`: the client CA signed the client's certificate. `authorization` and `hosts` are headers. A request may have no `Host`
-    (HTTP/1.0) or, wrongly, several."""
+    """`certified`: the client CA signed the client's certificate. `hosts`: a request may have no `Host` (HTTP/1.0) or, wrongly, several."""
 
     origin: Origin
     certified: bool = False
@@ -38,19 +36,18 @@ class HttpClient(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuthPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What remote clients must present. If `takes_token` and `token` is None, the token file can't be read and no token is valid."""
+    """What remote clients must present. `takes_token` without `token`: the token file can't be read, so no token is valid."""
 
     takes_token: bool = False
     token: bytes | None = None
     takes_certificate: bool = False
 
 
-#: Returns the policy in force.
 CurrentPolicy = Callable[[], Awaitable[AuthPolicy]]
 
 
 class Denial(msgspec.Struct, frozen=True):
-    """An HTTP status, the reason with its remedy, and the WWW-Authenticate header."""
+    """`sentence` has the reason with its remedy. `challenge` is the WWW-Authenticate header."""
 
     status: Literal[401, 403]
     sentence: str
@@ -81,7 +78,7 @@ _TOKEN_OR_CERTIFICATE: Final = Denial(
 
 
 def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
-    """Why the request is denied; None if it is allowed. `names` are this host's names besides localhost."""
+    """Why the request is denied; None if it is allowed. `names` are this host's, besides localhost."""
     if caller.origin == "unix":
         return None
     if caller.origin == "loopback" and not all(_names_this_host(host, names) for host in caller.hosts):
@@ -103,7 +100,7 @@ def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Colle
 
 
 def origin_of(family: int, peer: Any) -> Origin:
-    """The origin of a peer. An address that can't be parsed counts as remote."""
+    """An address that can't be parsed counts as remote."""
     if family == socket.AF_UNIX:
         return "unix"
     try:
@@ -116,7 +113,7 @@ def origin_of(family: int, peer: Any) -> Origin:
 
 
 def _names_this_host(host: str, names: Collection[str]) -> bool:
-    """Whether `host` names this host. True for every IP address, because only a name can be made to resolve to another address."""
+    """True for every IP address, because only a name can be made to resolve to another address."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False

@@ -1,8 +1,7 @@
 """The credential files of the web server: bearer token, certificate and key, CA of the clients.
 
 Changed files are read again until they can be used; each reason of a failure is logged once. The token is invalid until then, because
-removing the file revokes it. Earlier certificates stay in use, because certificate and key are replaced one after the other and do not
-match in between.
+removing the file revokes it. Earlier certificates stay in use, because certificate and key are replaced one after the other.
 """
 
 import asyncio
@@ -22,18 +21,17 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
-#: How long a request or handshake waits for the check of the files. While a check hangs, later requests do not wait.
+#: How long a request or handshake waits for the files' check. While one hangs, later requests do not wait.
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")
 
-#: Changes when a file is written or replaced. None: there is no file.
+#: Changes when a file is written or replaced.
 _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(ABC, Generic[T]):
-    """The value of `_make` for the files `paths`, made again when they change. Files are read on a thread, because a file system may hang.
-    The constructor raises the errors of `_make`."""
+    """The value of `_make` for the files. It is made again when they change, on a thread, because a file system may hang."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -50,7 +48,7 @@ class _Files(ABC, Generic[T]):
 
     @abstractmethod
     def _report(self, error: SettingsError | None) -> T:
-        """Logs that changed files were read (None), or why they can't be used. Returns the value to use after an error."""
+        """Logs that changed files were read (None), or the error. Returns the value to use after an error."""
 
     async def current(self) -> T:
         """Returns within LOOK_SECONDS. Simultaneous calls wait for one check of the files."""
@@ -76,8 +74,8 @@ class _Files(ABC, Generic[T]):
             self._error, self._value = str(made), self._report(made)
 
     def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
-        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again. An error of the file system
-        may end without a change of the files."""
+        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again: a file system's error may end
+        without a change of the files."""
         if (stamp := _stamp(*self._paths)) == before:
             return None
         try:
@@ -87,8 +85,7 @@ class _Files(ABC, Generic[T]):
 
 
 class TokenFile(_Files[bytes | None]):
-    """The file http.token_file. `current` returns the token; None if the file can't be used now. The constructor raises SettingsError if
-    the file has no token."""
+    """`current` returns the token; None if the file can't be used now. The constructor raises SettingsError if the file has no token."""
 
     def _make(self) -> bytes:
         return _read_token(*self._paths)
@@ -102,7 +99,7 @@ class TokenFile(_Files[bytes | None]):
 
 
 class Certificates(_Files[ssl.SSLContext]):
-    """`current` returns the server's TLS context for the next connection. `section` is the section of the settings that names the files.
+    """`current` returns the TLS context for the next connection. `section`: the settings' section with the files.
 
     With `client_ca_file` clients may present a certificate, with `clients_required` they must. The constructor raises SettingsError.
     """
@@ -122,7 +119,7 @@ class Certificates(_Files[ssl.SSLContext]):
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
-        """None: plain HTTP. Raises SettingsError if one of two files that belong together is not set."""
+        """None: plain HTTP. Raises SettingsError if a file of a pair is not set."""
         if (found := missing_file("http", cert_file, key_file, client_ca_file)) is not None:
             raise SettingsError(" ".join(found))
         if cert_file is None or key_file is None:
@@ -148,7 +145,7 @@ def _stamp(*paths: Path) -> _Stamp:
 
 
 def _read(key: str, path: Path, most_bytes: int) -> bytes:
-    """The file that the setting `key` names. Raises SettingsError."""
+    """Raises SettingsError."""
     try:
         return read_bounded(path, most_bytes)
     except OSError as error:
@@ -171,7 +168,7 @@ def _read_token(path: Path) -> bytes:
 
 
 def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path | None) -> ssl.SSLContext:
-    """TLS 1.2 and later. Raises SettingsError, which names the file that can't be used."""
+    """TLS 1.2 and later. Raises SettingsError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -199,7 +196,7 @@ def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path
 
 
 def _trust(section: str, context: ssl.SSLContext, client_ca_file: Path) -> None:
-    """Makes client certificates optional. One that this CA did not sign fails the handshake."""
+    """Client certificates stay optional. One that this CA did not sign fails the handshake."""
     authorities = _read(f"{section}.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))

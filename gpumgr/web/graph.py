@@ -12,10 +12,7 @@ from gpumgr.placement.tree import tree_data
 
 def graph_text(view: AgentView) -> str:
     """The tree as `gpumgr topology` prints it. Under each GPU are its free amounts, why it takes nothing new, and its holders, oldest
-    first.
-
-    GPUs that the driver does not show are at the end.
-    """
+    first. GPUs that the driver does not show are at the end."""
     lines = list(_lines(view, _tree(view), {row: name for name, row in view.node.rows.items()}))
     for gpu in view.ledger.gpu_registry.gpus:
         if gpu.name not in view.node.rows:
@@ -25,8 +22,8 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """Returns `tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has the row of its GPU (the position in the driver's
-    list) in its own key `gpus`. The outer `gpus` has all GPUs, with their free amounts and holders."""
+    """`tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has the row of its GPU (its position in the driver's list) in
+    its own key `gpus`."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,

@@ -1,7 +1,5 @@
-"""The handlers of the pages.
-
-A page shows what is in memory. Only a maintenance request may wait for the driver, the kubelet or the API server.
-"""
+"""The handlers of the pages, which show what is in memory. Only a maintenance request may wait for the driver, the kubelet or the API
+server."""
 
 import asyncio
 import platform
@@ -40,7 +38,7 @@ from gpumgr.web.state import entries_of
 _HISTORY_SHOWN: Final = 100
 MAX_STREAMS: Final = 64
 HEARTBEAT_SECONDS: Final = 15.0
-#: A comment, which clients ignore. It keeps proxies from closing the connection.
+#: Clients ignore comments. This one keeps proxies from closing the connection.
 _HEARTBEAT: Final = b":\n\n"
 _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 #: All metrics of an agent that waits for the node's former agent to end.
@@ -59,7 +57,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 class Pages:
     def __init__(self, sources: ReadModel, page: IndexPage, *, heartbeat_seconds: float) -> None:
         self._sources, self._page, self._heartbeat_seconds = sources, page, heartbeat_seconds
-        #: The newest state, and its event, which is encoded once for all streams.
+        #: The newest state, and its event, encoded once for all streams.
         self._encoded = (b"", b"")
 
     async def index(self, request: web.Request) -> web.Response:
@@ -72,11 +70,11 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """Always ok. An answer shows that the event loop runs, and the process ends if a daemon ends."""
+        """An answer shows that the event loop runs, and the process ends if a daemon ends."""
         return probe_response(request, ())
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """`?only=driver` asks only about the driver, for a startup probe."""
+        """`?only=driver` is for a startup probe."""
         match request.query.get("only"):
             case None:
                 return probe_response(request, self._sources.not_ready(), notes=self._sources.notes())
@@ -98,7 +96,7 @@ class Pages:
         )
 
     async def graph(self, request: web.Request) -> web.Response:
-        """Without `format` the response is gpu-manager's message, for its clients."""
+        """Without `format` the response is for gpu-manager's clients."""
         view = self._sources.view()
         match request.query.get("format"):
             case None:
@@ -117,11 +115,8 @@ class Pages:
         return json_bytes(await self._sources.state())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """The state as server-sent events, one per sample period; at most MAX_STREAMS at once. A slow client misses states and gets the
-        newest.
-
-        Returns when a write detects that the client has disconnected, or after `end_streams`.
-        """
+        """The state as server-sent events, one per sample period. A slow client misses states and gets the newest. Returns when a write
+        detects that the client has disconnected, or after `end_streams`."""
         if self._sources.states.readers >= MAX_STREAMS:
             return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
@@ -137,7 +132,7 @@ class Pages:
         return response
 
     async def _next_event(self, states: Subscription[bytes]) -> bytes | None:
-        """The next state, or a comment if there is none for a while. None: the stream ends."""
+        """The next state, or a comment after a while. None: the stream ends."""
         try:
             async with asyncio.timeout(self._heartbeat_seconds):
                 state = await anext(states)
@@ -150,11 +145,11 @@ class Pages:
         return self._encoded[1]
 
     async def end_streams(self, _app: web.Application) -> None:
-        """Ends every stream with a complete response, at the application's shutdown."""
+        """Ends every stream with a complete response."""
         self._sources.states.end_readers()
 
     async def history(self, request: web.Request) -> web.Response:
-        """The entries with all fields, the newest first."""
+        """The entries, newest first."""
         entries = self._sources.history()
         if (name := request.query.get("pod")) is not None:
             namespace, _, pod = name.partition("/")
@@ -213,7 +208,7 @@ def make_app(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
-    """`policy`: the rules for remote clients. `names`: this host's names, valid as `Host` of loopback requests."""
+    """`policy` is for remote clients. `names`: this host's names, valid as `Host` of loopback requests."""
     pages = Pages(sources, IndexPage(page), heartbeat_seconds=heartbeat_seconds)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
     app = web.Application(
@@ -230,7 +225,7 @@ def make_app(
 def make_waiting(
     no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
 ) -> Callable[[CurrentPolicy], web.Application]:
-    """The application of an agent that waits for another one: probes and one metric. All other paths answer 503 with the text of
+    """The application of an agent that waits for another one. Other paths than probes and metrics answer 503 with the text of
     `waits_for`."""
 
     async def healthz(request: web.Request) -> web.Response:
@@ -257,14 +252,13 @@ def make_waiting(
 
 
 def probe_response(request: web.Request, reasons: Sequence[str], *, notes: Sequence[str] = ()) -> web.Response:
-    """Status 503 if there are reasons, else 200. Clients that may not read the pages get only numbers, because reasons and `notes` contain
-    paths and the driver's errors."""
+    """Clients that may not read the pages get only numbers, because reasons and `notes` contain paths and the driver's errors."""
     detail = {"reasons": [*reasons, *notes]} if request[TRUSTED] else {"reason_count": len(reasons) + len(notes)}
     return json_response({"status": "failing" if reasons else "ok", **detail}, status=503 if reasons else 200)
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:
-    """A query parameter, from 1 to `most`. Raises HTTPBadRequest."""
+    """Raises HTTPBadRequest."""
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and 1 <= int(text) <= most):
         raise web.HTTPBadRequest(reason=f"{name} is not a whole number from 1 to {most}")

@@ -1,7 +1,7 @@
 """The HTTP server of agent, scheduler and claims controller.
 
-It accepts connections itself and hands each one to aiohttp. So a connection counts before its TLS handshake, and each handshake uses the
-certificates that are valid then.
+It accepts connections itself and hands them to aiohttp. So a connection counts before its TLS handshake, and each handshake uses the
+present certificates.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from gpumgr.web.responses import failure
 
 _log = structlog.get_logger(__name__)
 
-# asyncio allocates this buffer before the handshake, so for unknown clients, too. With its default of 256 KiB, 4096 connections take 1 GiB.
+# asyncio allocates this buffer before the handshake. With its default of 256 KiB, 4096 unknown clients take 1 GiB.
 asyncio.sslproto.SSLProtocol.max_size = 32 << 10
 
-#: How long the rest of a refused body is read. Otherwise a client that still sends might never read the response.
+#: How long the rest of a refused body is read. A client that still sends might never read the response.
 _LINGER_SECONDS: Final = 2.0
 #: The pause after a failure to accept, for example without a free file descriptor.
 _PAUSE_SECONDS: Final = 1.0
@@ -42,10 +42,10 @@ _AIOHTTP_LOG.disabled = True
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`connections`: further TCP connections are closed at once. Unix connections count, but are never refused.
+    """Further TCP `connections` are closed at once; unix connections count, but are never refused.
 
-    A connection ends if its handshake or its first request's headers take more than `request_seconds`, if it is idle for `idle_seconds`, or
-    if the client leaves a response unread for `unread_seconds`. `stop_seconds`: see `HttpServer.stop`.
+    A connection ends if its handshake or first headers take more than `request_seconds`, if it is idle for `idle_seconds`, or if the client
+    leaves a response unread for `unread_seconds`.
     """
 
     connections: int = 512
@@ -56,10 +56,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpServer:
-    """Serves an application on a TCP address, and on a unix socket without TLS.
-
-    Port 0 takes a free port, which `address` returns. Without `tls` it serves plain HTTP. Create it inside the event loop.
-    """
+    """Serves an application on a TCP address, and on a unix socket without TLS. Port 0 takes a free port, see `address`. Create it inside
+    the event loop."""
 
     def __init__(
         self,
@@ -89,9 +87,9 @@ class HttpServer:
         self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections without a request yet -> the deadline for it (the event loop's clock).
+        #: Connections without a request -> the deadline for it (the event loop's clock).
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
-        #: Connections above the limit; requests of clients that disconnected before the response.
+        #: Refused at the limit; requests of clients that disconnected before the response.
         self.connections_refused = 0
         self.disconnects = 0
 
@@ -109,12 +107,12 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """The open connections, over TCP and the unix socket."""
+        """Counts TCP and unix connections."""
         server = self._runner.server
         return len(self._starting) + (len(server.connections) if server is not None else 0)
 
     async def start(self) -> None:
-        """Listens. Raises ListenError; no socket stays open then."""
+        """Raises ListenError; no socket stays open then."""
         await self._runner.setup()
         try:
             self._listening += await listen_tcp(self._host, self._port)
@@ -205,8 +203,7 @@ class HttpServer:
         self._silent[transport] = loop.time() + limits.request_seconds
 
     async def _end_silent(self) -> None:
-        """Closes connections that have sent no request in time. One loop checks all, because timers would outlive short connections and
-        take memory during a flood."""
+        """Closes connections that have sent no request in time. One loop checks all, because timers would outlive short connections."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(until_tick(min(1.0, self._limits.request_seconds)))
@@ -239,8 +236,7 @@ class HttpServer:
 class PageServer(HttpServer):
     """Serves the pages of a process under the rules of the section `http`.
 
-    `make_app` gets a function that returns the current policy for remote clients. The constructor raises SettingsError if a file of the
-    section can't be used.
+    `make_app` gets a function that returns the current policy. The constructor raises SettingsError if a file can't be used.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from gpumgr.common.unix_socket import UnixSocket
 
 _log = structlog.get_logger(__name__)
 
-#: Connections that wait to be accepted: enough for a burst of kube-scheduler. The kernel may allow fewer.
+#: Connections that wait to be accepted: enough for a burst of kube-scheduler.
 _BACKLOG: Final = 1024
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -23,8 +23,8 @@ class ListenError(InputError):
 
 
 async def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them accepts loopback connections. Port 0 is one free port for all
-    addresses.
+    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them accepts loopback connections. Port 0 is one free
+    port for all.
 
     Raises ListenError; no socket stays open then.
     """
@@ -47,13 +47,13 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
 
 
 def needs_loopback(addresses: Sequence[str]) -> bool:
-    """Whether no address accepts loopback connections, which `kubectl port-forward` and programs in the pod use."""
+    """Whether no address accepts loopback connections, for `kubectl port-forward` and programs in the pod."""
     found = [ip_address(address) for address in addresses]
     return not any(address.is_loopback or address.is_unspecified for address in found)
 
 
 def _listen_loopback(port: int) -> list[socket.socket]:
-    """Listens on 127.0.0.1. Empty if that fails: the configured address still serves the pages."""
+    """Empty if that fails: the configured address still serves the pages."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)]
     except OSError as error:
@@ -64,7 +64,7 @@ def _listen_loopback(port: int) -> list[socket.socket]:
 
 
 def listen_unix(unix: UnixSocket) -> socket.socket:
-    """Listens on the unix socket and makes its folder. Raises ListenError."""
+    """Makes the folder, too. Raises ListenError."""
     try:
         unix.path.parent.mkdir(parents=True, exist_ok=True)
         listener = unix.bind()

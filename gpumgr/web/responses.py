@@ -1,4 +1,4 @@
-"""JSON responses, the page at /, and the middleware around each page: authorization, the size of the body, and errors as JSON.
+"""JSON responses, the page at /, and the middleware around each page.
 
 The page is one file that loads no other file. Its Content-Security-Policy allows only its own scripts and styles.
 """
@@ -38,8 +38,7 @@ async def on_response_prepare(_request: web.Request, response: web.StreamRespons
 
 
 def add_common_headers(response: web.StreamResponse) -> None:
-    """Sets headers against caching, framing, content sniffing and referrers, and hides the server's version. A page may have its own
-    Content-Security-Policy."""
+    """Headers against caching, framing, content sniffing and referrers. A page may have its own Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
     response.headers["Cache-Control"] = "no-store"
     response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
@@ -48,7 +47,7 @@ def add_common_headers(response: web.StreamResponse) -> None:
 
 
 def accepts(header: str, name: str) -> bool:
-    """Whether an Accept or Accept-Encoding header names this format. Weights are ignored, as in Prometheus' client library."""
+    """Whether an Accept or Accept-Encoding header names this format; weights are ignored."""
     return any(entry.partition(";")[0].strip().lower() == name for entry in header.split(","))
 
 
@@ -59,10 +58,9 @@ MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
 TRUSTED: Final = web.RequestKey("trusted", bool)
-#: Key of a request: a coroutine function that checks the request again with the present credentials. It returns the response that denies
-#: the request, or None.
+#: Key of a request: a coroutine function that checks the request again with the present credentials. Returns the denial or None.
 DENIED_NOW: Final = web.RequestKey("denied_now", partial)
-#: Replaces `Authorization`, which Kubernetes' API server removes from requests that it forwards.
+#: Clients send it for `Authorization`, which the API server removes from requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 #: (family of the socket, the peer's address) -> origin.
@@ -72,7 +70,7 @@ OriginOf = Callable[[int, Any], Origin]
 def make_middleware(
     scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str], *, origin_of: OriginOf = origin_of
 ) -> Middleware:
-    """`scopes`: canonical path -> scope; other paths count as "page". `policy` is read for remote clients. `names`: this host's names."""
+    """`scopes`: canonical path -> scope; other paths are "page". `policy` is for remote clients. `names`: this host's."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -121,8 +119,7 @@ async def _respond(request: web.Request, handler: _Handler) -> web.StreamRespons
 
 
 async def _read_body(request: web.Request) -> None:
-    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout if the body takes too long,
-    HTTPBadRequest if it can't be read, and ConnectionError if the client has disconnected."""
+    """Raises HTTPRequestEntityTooLarge before more than the limit is in memory, HTTPRequestTimeout, HTTPBadRequest, and ConnectionError."""
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
     try:
@@ -155,12 +152,12 @@ def _last(response: web.Response) -> web.Response:
 
 
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
-#: Tag and text of the scripts and styles in the file.
+#: Tag and text of scripts and styles.
 _INLINE: Final = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1\s*>", re.DOTALL | re.IGNORECASE)
 
 
 class IndexPage:
-    """Reads and compresses the file once. aiohttp's `enable_compression` would compress it for each request."""
+    """Compresses the file once; aiohttp's `enable_compression` would do so for each request."""
 
     def __init__(self, path: Path = PAGE) -> None:
         self.plain = path.read_bytes()
@@ -178,10 +175,8 @@ class IndexPage:
 
 
 def page_policy(html: str) -> str:
-    """The Content-Security-Policy that allows this file's own scripts and styles, data of its own origin, and no frames.
-
-    It forbids attributes (`style="..."`, `onclick="..."`), but not what a script sets through the DOM.
-    """
+    """Allows this file's own scripts and styles, data of its own origin, and no frames. It forbids attributes (`style="..."`,
+    `onclick="..."`), but not what a script sets through the DOM."""
     inline = [(tag.lower(), text) for tag, text in _INLINE.findall(html.replace("\r\n", "\n"))]
     rules = {
         "default-src": "'none'",
@@ -197,6 +192,6 @@ def page_policy(html: str) -> str:
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """The source `'sha256-...'` of each text (https://www.w3.org/TR/CSP3/#framework-directive-source-list)."""
+    """See https://www.w3.org/TR/CSP3/#framework-directive-source-list."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

@@ -1,6 +1,6 @@
 """The documents about a node and about one pod: pure functions of a report and the history.
 
-An unknown value is null. Samples from before the driver became unavailable are null, too, because they may be outdated.
+An unknown value is null. Samples from before the driver became unavailable are null, too.
 
 Pods of one name may follow each other. `uid` is the newest pod's UID, and each allocation and entry has the UID of its own pod. A static
 pod has its mirror pod's UID.
@@ -47,7 +47,7 @@ _NO_SAMPLE: Final = GpuSample(uuid="")
 
 
 def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Callable[[], float] = time.monotonic) -> NodeState:
-    """The document of /api/state. `history` is oldest first. `clock` is monotonic, in seconds."""
+    """`history` is oldest first. `clock` is monotonic, in seconds."""
     snapshot = report.view.inventory.snapshot
     topology, rows = snapshot.topology, range(len(snapshot.topology))
     return NodeState(
@@ -64,7 +64,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
         nvlinks=_nvlinks(topology),
         levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
         gpus=tuple(gpu_rows(report)),
-        # GPUs that the driver lists but can't describe, and that were never registered, have no name.
+        # GPUs that the driver can't describe and that were never registered have no name.
         failures=tuple(
             Failure(index=failure.index, uuid=failure.uuid, message=failure.reason)
             for failure in report.view.inventory.unnamed(report.view.ledger.gpu_registry)
@@ -76,7 +76,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
 
 
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
-    """A row for each allocation on each of its GPUs, oldest first. All allocations must be in the report's ledger."""
+    """A row for each allocation on each of its GPUs, oldest first. All must be in the report's ledger."""
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [
@@ -94,7 +94,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
 
 
 def gpu_rows(report: NodeReport) -> list[GpuRow]:
-    """A row for each registered GPU. A GPU that was removed from the node stays registered until it is forgotten."""
+    """A GPU that was removed from the node stays registered until it is forgotten."""
     view, unschedulable = report.view, report.unschedulable()
     samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []
@@ -188,11 +188,10 @@ Holder = tuple[PodKey | None, str | None]
 def pod_details(
     report: NodeReport, view: PodView | None, namespace: str, pod: str, history: Sequence[HistoryEntry]
 ) -> PodDetails | None:
-    """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod of this name, `history` is oldest
-    first.
+    """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod, `history` is oldest first.
 
-    The document's history has the entries of all pods of this name. It also has the entries of their GPUs between the first and the last of
-    these, or up to now while there is an allocation.
+    Its history has the entries of all pods of this name. It also has their GPUs' entries between the first and the last of these, or up to
+    now while there is an allocation.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -237,12 +236,12 @@ def pod_details(
 
 
 def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> list[HistoryEntry]:
-    """The entries about pods of this name, also from before the name was known."""
+    """The pod's entries, also from before its name was known."""
     return [entry for entry, holder in _with_holders(_holders(ledger, history), history) if holder[0] == pod]
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation as it was named last. Some are granted with a wrong name, or before the name is known."""
+    """The pod of each allocation as named last. Some are granted with a wrong name, or before the name is known."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 

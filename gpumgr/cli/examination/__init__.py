@@ -11,7 +11,7 @@ from gpumgr.common.aio import DaemonCalls
 from gpumgr.common.errors import GpumgrError
 
 LIMIT_SECONDS: Final = 5.0
-#: Shorter than the limit of a check, so that the check can report which peer did not answer.
+#: Below the limit of a check, so that the check can report which peer did not answer.
 PEER_SECONDS: Final = LIMIT_SECONDS * 0.4
 
 T = TypeVar("T")
@@ -33,10 +33,8 @@ Look = Callable[[], Coroutine[Any, Any, CheckResult]]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A check of one thing. `if_hung` is the remedy if `look` does not return in time.
-
-    `look` may raise GpumgrError or OSError, which becomes an error with this text.
-    """
+    """`if_hung` is the remedy if `look` does not return in time. `look` may raise GpumgrError or OSError, which becomes an error with this
+    text."""
 
     name: str
     look: Look
@@ -60,14 +58,14 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """A result with the text of an exception. The remedy is the text after its first semicolon, or else `remedy`."""
+    """The remedy is the text after the first semicolon, or else `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`findings`: name of a check -> its result, in the order of the checks. `hung`: a check did not end and may delay the exit."""
+    """`findings`: check -> result, in the checks' order. `hung`: a check did not end and may delay the exit."""
 
     findings: Mapping[str, CheckResult]
     hung: bool
@@ -78,7 +76,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def examine(checks: Sequence[Check], *, limit_seconds: float = LIMIT_SECONDS) -> Report:
-    """Runs the checks. An exception in a check becomes its result. A check that continues after it was cancelled is abandoned."""
+    """An exception in a check becomes its result. A check that continues after it was cancelled is abandoned."""
     tasks = [asyncio.create_task(check.look(), name=check.name) for check in checks]
     _, hung = await asyncio.wait(tasks, timeout=limit_seconds)
     for task in hung:
@@ -100,5 +98,5 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
 
 
 async def aside(fn: Callable[[], T]) -> T:
-    """Runs `fn` on a daemon thread. Unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
+    """Runs `fn` on a thread. Unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
     return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)

@@ -1,8 +1,4 @@
-"""Checks that ask the API server: the rights of the agent's account, and mode dra. A refusal or unusable answer becomes the finding.
-
-Mode dra: the sockets of gpumgr's DRA driver, its ResourceSlice, the API server's version and gates, and claims that hold GPUs but do not
-exist in the API server.
-"""
+"""Checks that ask the API server: the rights of the agent's account, and mode dra. A refusal or unusable answer becomes the finding."""
 
 import asyncio
 import os
@@ -29,7 +25,7 @@ _ACCOUNT: Final = "run it with an account that may read this, for example an adm
 
 
 async def judged(look: Awaitable[CheckResult]) -> CheckResult:
-    """The result of `look`, or its failure as an error."""
+    """Turns failures of `look` into errors."""
     try:
         return await look
     except GpumgrError as failure:
@@ -41,7 +37,7 @@ async def judged(look: Awaitable[CheckResult]) -> CheckResult:
 
 
 async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckResult]]) -> CheckResult:
-    """Calls `look` with the API server of the settings. Returns the judged result."""
+    """Calls `look` with the API server of the settings."""
     try:
         async with ApiServer.session(settings.kubernetes.kubeconfig) as server:
             return await judged(look(server))
@@ -107,7 +103,7 @@ _START: Final = "start the agent, and look at its log for registration_failed, s
 _FOLDER: Final = "start the kubelet, or set kubelet.plugins_dir and kubelet.plugins_registry_dir to the folders in its --root-dir"
 _STANDALONE: Final = "node.mode dra needs the API server"
 _ENABLE: Final = "set kubernetes.enabled to true, or node.mode to plugin"
-#: The most claims that are read one by one.
+#: The most claims that are read, one by one.
 _MAX_CLAIMS: Final = 100
 
 
@@ -137,7 +133,7 @@ def _sockets(kubelet: KubeletSettings) -> CheckResult:
 
 
 async def look_at_slice(settings: Settings, gpus: SharedNvml) -> CheckResult:
-    """Which parts of a ResourceSlice the API server stores (by a dry run), and whether the node's slice has the GPUs that NVIDIA's driver
+    """Which parts of a ResourceSlice the API server stores (by a dry run), and whether the slice has the GPUs that NVIDIA's driver
     lists."""
     if not settings.kubernetes.enabled:
         return error(_STANDALONE, _ENABLE)
@@ -169,8 +165,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """A sentence for each difference between driver and ResourceSlice. `blocks`: UUID -> blocks of 256 MiB, for the GPUs that the driver
-    lists (None: it reports no memory). Published GPUs with taints may be missing there."""
+    """`blocks`: UUID -> blocks of 256 MiB of the GPUs that the driver lists (None: it reports no memory). Published GPUs with taints may be
+    missing there."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]
@@ -185,7 +181,7 @@ def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[st
 
 
 async def look_at_claims(settings: Settings) -> CheckResult:
-    """Claims that hold GPUs in the checkpoint, but do not exist in the API server."""
+    """Claims that hold GPUs, but do not exist in the API server."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
     held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))

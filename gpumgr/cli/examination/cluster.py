@@ -1,4 +1,4 @@
-"""Checks the scheduler's side of a cluster, and claims, through the API server: `gpumgr doctor --cluster`."""
+"""`gpumgr doctor --cluster`: checks the scheduler's side of a cluster, and claims, through the API server."""
 
 import re
 import time
@@ -31,7 +31,7 @@ _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
 _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler.md)"
-#: The prefix of the annotations with the GPUs that HAMi's scheduler chose.
+#: Prefix of the annotations with the choice of HAMi's scheduler.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
 
@@ -39,7 +39,7 @@ Json = Mapping[str, Any]
 
 
 class Deployed(NamedTuple):
-    """A Deployment of the chart; `pod` is the spec of its pods."""
+    """`pod` is the spec of the Deployment's pods."""
 
     namespace: str
     name: str
@@ -47,7 +47,7 @@ class Deployed(NamedTuple):
 
 
 class Cluster:
-    """The objects of the API server that several checks read."""
+    """The API server's objects that several checks read."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -70,7 +70,7 @@ class Cluster:
         return None
 
     async def config(self, given: str | None) -> Json | None:
-        """kube-scheduler's configuration: `given`, else the chart's ConfigMap, else None. Raises ValueError."""
+        """Returns `given`, else the chart's ConfigMap, else None. Raises ValueError."""
         if given is not None:
             return parse_config(given)
         found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
@@ -121,7 +121,7 @@ async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
 
 
 def needed(namespace: str, lease: str, *, hami: bool = False) -> tuple[Right, ...]:
-    """The rights of the scheduler's account (config/scheduler/rbac.yaml). `hami`: it serves pods with HAMi's resources."""
+    """The rights in config/scheduler/rbac.yaml. `hami`: the scheduler serves pods with HAMi's resources."""
     watched = ("nodes", "pods", "resourcequotas") if hami else ("nodes", "pods")
     return (
         *(Right(verb=verb, resource=resource) for resource in watched for verb in ("get", "list", "watch")),
@@ -185,7 +185,7 @@ async def _versions(cluster: Cluster) -> CheckResult:
 
 
 def _minor(text: str) -> tuple[int, ...]:
-    """(major, minor) of a version, or of an image with a version as its tag; empty for another text."""
+    """(major, minor) of a version, or of an image with such a tag; empty for another text."""
     found = re.search(r"(?:^|:)v?(\d+)\.(\d+)(?:\.\d+)?[^:/]*$", text.partition("@")[0])
     return (int(found[1]), int(found[2])) if found else ()
 

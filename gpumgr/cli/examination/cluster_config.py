@@ -1,5 +1,4 @@
-"""Checks the KubeSchedulerConfiguration, and for claims (docs/dra.md) the DeviceClass, the admission policies and the rights of `gpumgr
-claims`."""
+"""Checks the KubeSchedulerConfiguration, and for claims the DeviceClass, the admission policies and the rights of `gpumgr claims`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -33,7 +32,7 @@ class _Config(TypedDict, total=False):
 
 
 def parse_config(text: str) -> Mapping[str, Any]:
-    """The KubeSchedulerConfiguration in a YAML text. Raises ValueError."""
+    """Raises ValueError."""
     try:
         documents = decode_yaml(text, max_bytes=_MAX_BYTES)
     except UnreadableText as error:
@@ -46,7 +45,7 @@ def parse_config(text: str) -> Mapping[str, Any]:
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of the profiles, which pods have in spec.schedulerName."""
+    """Pods name a profile in spec.schedulerName."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 
@@ -111,8 +110,7 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """The rights that `gpumgr claims` needs in all namespaces. Its right to the quotas' ConfigMap is left out, because a setting names
-    that."""
+    """Rights in all namespaces. The right to the quotas' ConfigMap is left out, because a setting names that."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),
@@ -125,8 +123,7 @@ def needed_by_claims() -> Iterator[Right]:
 
 
 async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
-    """The policies with a binding that denies, if it has validation actions. None: the API server does not support policies of this
-    kind."""
+    """The policies with a binding. A binding with validation actions must have Deny. None: the API server has no policies of this kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
     bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings")
     specs = [each["spec"] for each in items_of(bindings)] if bindings is not None else []

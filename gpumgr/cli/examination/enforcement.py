@@ -53,7 +53,7 @@ class NodeBackends:
             return str(exception)
 
     async def look_at(self, name: str) -> CheckResult:
-        """Whether this node can use the backend; an error only if the settings name it."""
+        """The result is an error only if the settings name the backend."""
         words = backend_words(self._settings)
         if not {name, "auto"} & words and not (name == "mps" and "nvml-memory" in words):
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
@@ -66,7 +66,7 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_hami_core(self) -> CheckResult:
-        """Like `look_at`, and which library containers get."""
+        """Also shows which library containers get."""
         found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
         if found.state != "ok" or path is None or sha256 is None:
             return found
@@ -94,7 +94,7 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend. `described`: the choice as text. Each other backend's own check shows why it can't be used."""
+    """`setting`: enforcement.backend. Each other backend's own check shows why it can't be used."""
     lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
     if lost:
         return error(
@@ -108,7 +108,7 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Check
 
 
 def _version(library: Path) -> str:
-    """The version that `gpumgr install library` stored beside the library; empty in another folder."""
+    """The version that `gpumgr install library` stored; empty in another folder."""
     try:
         text = library.with_name(VERSION).read_text(errors="replace")
     except OSError:

@@ -1,8 +1,7 @@
 """Checks the folders that the agent writes: whether they can be written, whether a pod mounts them from the host, and whether the
 checkpoint can be used.
 
-The checkpoint's content stays, and no file is created. After a killed agent sqlite may rebuild its shared-memory index (-shm), as for the
-next agent.
+The checkpoint's content stays. After a killed agent sqlite may rebuild its shared-memory index (-shm).
 """
 
 import os
@@ -23,12 +22,12 @@ _REMEDY: Final = "set them to folders on a file system that the agent may write 
 
 
 def backend_words(settings: Settings) -> frozenset[str]:
-    """The backends that the settings name, including "auto"."""
+    """The backends that the settings name; "auto" is one of them."""
     return frozenset({settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)})
 
 
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Yields (setting, folder) for each folder that the agent writes."""
+    """Yields (setting, folder)."""
     yield "checkpoint.dir", settings.checkpoint.dir
     yield "process.lock_path", settings.process.lock_path.parent
     yield "container.allocation_dir", settings.container.allocation_dir
@@ -39,7 +38,7 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
-    """`folders`: setting -> its folder. The check creates no folder and leaves no file."""
+    """`folders`: setting -> its folder. The check leaves no file."""
     obstacles = await aside(lambda: [f"{path} ({key}): {why}" for key, path in folders.items() if (why := obstacle(path))])
     if obstacles:
         return error(f"can't be written: {', '.join(obstacles)}", _REMEDY)
@@ -47,7 +46,7 @@ async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
 
 
 def obstacle(folder: Path) -> str | None:
-    """Why nothing can be created in the folder, or why the folder can't be made; None if neither."""
+    """Why nothing can be created in the folder, or why the folder can't be made."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".gpumgr-doctor-", dir=nearest))
@@ -80,12 +79,12 @@ async def look_at_checkpoint(folder: Path) -> CheckResult:
     return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
 
 
-#: In the path of every emptyDir, which is deleted with its pod.
+#: An emptyDir is deleted with its pod.
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 
 async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> CheckResult:
-    """`folders`: setting -> its folder. `in_pod`: the command runs in a pod's container."""
+    """`in_pod`: the command runs in a pod's container."""
     if not in_pod:
         return skipped("not in a pod")
     text = await aside((proc_root / "self/mountinfo").read_text)
@@ -103,6 +102,6 @@ def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult
 
 
 def _is_own(path: Path, mountinfo: str) -> bool:
-    """Whether the folder is in the container's own file system, or in an emptyDir of its pod."""
+    """Whether it is in the container's own file system, or in an emptyDir of its pod."""
     mount = mount_of(mountinfo, path)
     return mount is None or mount.point == Path("/") or _EMPTY_DIR in f"{mount.root}/"

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SharedNvml:
-    """NVML for concurrent checks, which use it one after another, because a process can have only one NVML session."""
+    """Checks use the session one after another, because a process can have only one NVML session."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
@@ -34,7 +34,7 @@ class SharedNvml:
         self._snapshot: asyncio.Task[NodeSnapshot] | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """Returns the result of `question`, called with the session open. Raises NvmlError."""
+        """Calls `question` with the session open. Raises NvmlError."""
         async with self._asking:
             try:
                 await self.nvml.open()
@@ -43,7 +43,7 @@ class SharedNvml:
                 await self.nvml.close()
 
     async def snapshot(self) -> NodeSnapshot:
-        """The snapshot, read once for all checks. Raises NvmlError."""
+        """The snapshot is read once for all checks. Raises NvmlError."""
         if self._snapshot is None:
             self._snapshot = asyncio.create_task(self.ask(self.nvml.snapshot))
         return await asyncio.shield(self._snapshot)
@@ -75,7 +75,7 @@ def _driver(proc_root: Path) -> CheckResult:
 
 
 async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
-    """`mig_offered`: MIG devices are offered or created, so MIG mode is no fault."""
+    """`mig_offered`: MIG mode is no fault."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
@@ -100,7 +100,7 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
 
 
 async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:
-    """With dynamic MIG: the MIG devices that the agent will destroy, because no container of the ledger has them."""
+    """The MIG devices that the agent will destroy, because no container of the ledger has them."""
     try:
         instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
         loaded = await aside(lambda: read_checkpoint(checkpoint_dir))
@@ -129,7 +129,7 @@ def _models(gpus: tuple[Gpu, ...]) -> str:
 
 
 async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated: bool) -> CheckResult:
-    """The device nodes that containers get: one per GPU of NVML, and the common ones."""
+    """The device nodes that containers get: one per GPU, and the common ones."""
     if simulated:
         return skipped("a simulated node has none")
     try:

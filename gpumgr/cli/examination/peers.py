@@ -1,5 +1,5 @@
-"""Checks of the programs that the agent uses on its node. Kubelet: its device plugin folder, its PodResources API, and the plugins in the
-folder. Container runtime: CRI, cgroups, CDI, and the driver's files in containers."""
+"""Checks of the kubelet (device plugin folder and plugins, PodResources API) and of the container runtime (CRI, cgroups, CDI, the driver's
+files in containers)."""
 
 import asyncio
 import os
@@ -24,17 +24,17 @@ from gpumgr.runtime.cri import CriClient, Runtimes, RuntimeVersion, driver_acces
 from gpumgr.settings import Settings
 
 KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: A constant of Kubernetes' kubelet (pkg/kubelet/cm/devicemanager). Kubelets of some distributions use another folder.
+#: A constant in Kubernetes (pkg/kubelet/cm/devicemanager). Kubelets of some distributions use another folder.
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List, Get does not change the kubelet, so it disturbs no admission of a running agent. Without a pod's name every kubelet returns
-#: an error; before 1.27, that the method does not exist.
+#: Unlike List, Get disturbs no admission of a running agent. Without a pod's name every kubelet returns an error; before 1.27, that the
+#: method does not exist.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 
 async def look_at_folder(folder: Path) -> CheckResult:
-    """The agent must be able to create sockets in the folder, and the kubelet must listen at its own socket."""
+    """The agent must be able to create sockets there, and the kubelet must listen at its own."""
     if not await aside(folder.is_dir):
         return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
     if not await aside(lambda: os.access(folder, os.W_OK | os.X_OK)):
@@ -52,8 +52,7 @@ async def look_at_folder(folder: Path) -> CheckResult:
 
 
 async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
-    """Whether the kubelet answers. `needs_cdi`: the agent's answers name CDI devices, which need kubelet 1.29, or 1.28 with a feature
-    gate."""
+    """`needs_cdi`: the agent's answers name CDI devices, which need kubelet 1.29, or 1.28 with a feature gate."""
     try:
         with closing(UnixChannel(socket)) as channel:
             await channel.unary(_GET, b"", bytes, timeout_seconds=timeout_seconds)
@@ -82,7 +81,7 @@ async def look_at_plugins(folder: Path) -> CheckResult:
 
 
 async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> CheckResult:
-    """Whether a gpumgr agent runs on this node. `before_start`: one is about to start, so none may run."""
+    """`before_start`: an agent is about to start, so none may run."""
     process = await aside(lambda: holder(lock_path))
     if process is not None:
         running = f"runs on this node ({process}holds {lock_path})"
@@ -122,7 +121,7 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS
 
 
 async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
-    """Whether the processes of containers can be found. The check nvml-memory reports whether the cgroup version is sufficient for it."""
+    """Whether containers' processes can be found. The check nvml-memory shows whether the cgroup version is sufficient for that backend."""
     try:
         hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
     except CriError as exception:

@@ -1,10 +1,9 @@
 """The agent's metrics: counters of events, and gauges from the latest report of the node.
 
-Every label has a bounded set of values: fixed resources, outcomes and reasons, and the present GPUs, pods and containers. Counters only
-grow, also when a resource is registered again.
+Every label has a bounded set of values. Counters only grow, also when a resource is registered again.
 
-`Exposition` answers scrapes. It renders pages on a thread once a sample period, but only formats that were scraped recently. A scrape calls
-neither NVML nor the kubelet. Rendering releases the GIL often, so that an Allocate call does not wait for its end.
+`Exposition` renders pages on a thread once a sample period, but only formats that were scraped recently. Rendering releases the GIL often,
+so that an Allocate call does not wait for its end.
 """
 
 import asyncio
@@ -37,18 +36,18 @@ from gpumgr.web.responses import accepts
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
 OUTCOMES: Final = ("ok", *get_args(RefusalCode), "cancelled")
-#: The first buckets are for answers from memory, the middle ones for the fsync of a commit, the last ones for a disk that hangs.
+#: Buckets for answers from memory, for the fsync of a commit, and for a disk that hangs.
 _CALL_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
 _SUSPENSION_BUCKETS: Final = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-#: NVIDIA has assigned no higher XID; higher ones are counted together.
+#: NVIDIA has assigned no higher XID.
 _LAST_XID: Final = 999
 #: All other values are counted as "other".
 BACKENDS: Final = get_args(BackendName)
 FINDINGS: Final = get_args(FindingCode)
 #: The resources of a node with the profile tencent.
 VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_RESOURCE}
-#: RPC of the device plugin API -> name in its metrics.
+#: RPC -> name in its metrics.
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
 #: RPC of the DRA plugin API -> name in its metrics.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
@@ -61,9 +60,9 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 class Metrics:
     """All metrics of the agent. No method blocks, except `render`, which is for a thread.
 
-    `node` is the Kubernetes node's name, `pods` returns its known pods. `names` selects the gauges of gpu-manager and HAMi. `process` adds
-    memory, CPU time and file descriptors of this process. `resources` maps the offered resources to their names; in mode dra, `driver`, the
-    DRA driver's name, replaces them. `clocks`: monotonic and unix time, in seconds.
+    `pods` returns the node's known pods. `names` selects the gauges of gpu-manager and HAMi. `process` adds this process's memory, CPU time
+    and file descriptors. `resources`: the offered resources -> their names; in mode dra the DRA driver's name `driver` replaces them.
+    `clocks`: monotonic and unix time, in seconds.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Metrics:
         self._report: tuple[NodeReport | None, Sequence[PodView]] = (None, ())
 
     def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
-        """`served`: the RPCs of the node's mode. Their series exist from the start, so that a first event shows as an increase."""
+        """`served`: the RPCs of the node's mode. Their series exist from the start, so that a first event is an increase."""
         self._served: dict[str, tuple[Counter, Histogram]] = {}
         self._requests: dict[tuple[str, str, str], Counter] = {}
         self._seconds: dict[tuple[str, str], Histogram] = {}
@@ -161,11 +160,10 @@ class Metrics:
         return (*self._counted, *_REPORT_FAMILIES)
 
     def apply(self, names: MetricsSettings) -> None:
-        """Sets which names of gpu-manager and HAMi `render` shows from now on."""
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
-        """Creates all series of this resource. `listed`: the kubelet gets device lists of it."""
+        """`listed`: the kubelet gets device lists of it."""
         self._resources[kind], self._counted_registrations[kind] = resource, 0
         for rpc, (requests, seconds) in self._served.items():
             self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
@@ -176,18 +174,17 @@ class Metrics:
     # -- events ------------------------------------------------------------------------------------------------------------
 
     def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
-        """A call of the kubelet has ended. `kind`: the Resource, or the DRA driver. Calls that decide nothing (GetDevicePluginOptions) are
-        not counted."""
+        """`kind`: the Resource, or the DRA driver. Calls that decide nothing (GetDevicePluginOptions) are not counted."""
         if (rpc, kind) in self._seconds:
             self._requests[rpc, kind, outcome if outcome in OUTCOMES else "internal"].inc()
             self._seconds[rpc, kind].observe(seconds)
 
     def drifted(self, what: Drift, count: int) -> None:
-        """Reconciliation with the kubelet changed `count` allocations."""
+        """Reconciliation changed `count` allocations."""
         self._drift.labels(what).inc(count)
 
     def linked(self, kind: str, *, registered: bool, registrations: int) -> None:
-        """The registration of a resource or of the DRA driver changed. `registrations` counts successful ones since the process's start."""
+        """`registrations` counts successful ones since the process's start."""
         self._registered.labels(self._resources[kind]).set(registered)
         self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
         self._counted_registrations[kind] = registrations
@@ -197,7 +194,7 @@ class Metrics:
         self._updates.labels(self._resources[kind]).inc()
 
     def xid(self, uuid: str | None, number: int) -> None:
-        """The driver reported an XID; `uuid` is None if it names no GPU."""
+        """`uuid` is None if the driver names no GPU."""
         self._xids.labels(uuid or "", str(number) if 0 <= number <= _LAST_XID else "other").inc()
 
     def went_over(self) -> None:
@@ -209,7 +206,7 @@ class Metrics:
         self._moved_bytes.labels(operation).inc(memory_bytes)
 
     def resumed(self, waited_seconds: float) -> None:
-        """A resume has ended, `waited_seconds` after it was demanded."""
+        """`waited_seconds`: since the demand."""
         self._resume_waits.observe(waited_seconds)
 
     def evicted(self) -> None:
@@ -244,7 +241,7 @@ class Metrics:
         yield from map(render_metric, self._registry.collect())
 
     def _sampled_at(self, report: NodeReport | None) -> float | None:
-        """The unix time of the sample, computed from its age. So it stays correct when the wall clock is set after the sample."""
+        """The sample's unix time, computed from its age, because the wall clock may be set after the sample."""
         if report is None or report.sampled_at is None:
             return None
         monotonic, wall = self._clocks
@@ -252,16 +249,16 @@ class Metrics:
 
 
 def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Name, type, labels (without `le`) and help of all families with the prefix `gpumgr_`, sorted by name."""
+    """Name, type, labels (without `le`) and help of all families of gpumgr, sorted by name."""
     families = Metrics(node="", version="", process=False).families
     return sorted((family.name, family.kind, family.labels, family.about) for family in families)
 
 
 # -- scrapes -------------------------------------------------------------------------------------------------------------------
 
-#: A format is rendered for this long after its last scrape, which is longer than a usual scrape interval.
+#: How long a format is rendered after its last scrape: longer than a usual interval.
 WANTED_SECONDS: Final = 150.0
-#: The fastest level. Higher ones save few bytes of such text.
+#: Higher levels save few bytes of such text.
 _GZIP_LEVEL: Final = 1
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 #: Whether the format is OpenMetrics -> the Content-Type.
@@ -274,8 +271,8 @@ _Variant = tuple[bool, bool]
 
 
 class Exposition:
-    """Pages of the metrics. Call `refresh` once a sample period and `scrape` for each request, both on the event loop. `report` returns the
-    report to render; None: there is none yet."""
+    """Call `refresh` once a sample period and `scrape` for each request, both on the event loop. `report` returns None before the first
+    report."""
 
     def __init__(
         self, metrics: Metrics, report: Callable[[], NodeReport | None], *, clock: Callable[[], float] = time.monotonic

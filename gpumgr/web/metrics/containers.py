@@ -1,7 +1,7 @@
 """Metrics of containers: what they hold, use and may use. Pure functions of a report.
 
-A container outside the ledger has no series. Only containers that share a GPU have series of limits, and only containers of the limiter
-have series of turns (the times in which it lets a container launch).
+Only containers that share a GPU have series of limits, and only containers of the limiter have series of turns (the times in which it lets
+them launch).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,7 @@ def _counter(name: str, about: str) -> Family:
 
 
 def _of_turns(read: Callable[[TurnUse], float]) -> Callable[[ContainerUse], float | None]:
-    """Reads a value of a container's turns. None for an unknown pod: several such containers have the same labels, and a counter must not
-    drop when one of them ends."""
+    """None for an unknown pod: several such containers have the same labels, and a counter must not drop when one of them ends."""
     return lambda use: None if use.turns is None or use.pod is None else read(use.turns)
 
 
@@ -97,7 +96,6 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for fam
 
 
 def render_containers(report: NodeReport) -> Iterator[RenderedFamily]:
-    """Yields all families, also without series."""
     yield from _held(report.view.ledger)
     # While the driver does not answer, old values would look current.
     use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
@@ -126,8 +124,8 @@ def _labels(use: ContainerUse) -> str:
 
 
 def _series(named: list[tuple[str, ContainerUse]], read: Callable[[ContainerUse], float | None]) -> dict[str, float]:
-    """Successive pods of one name, and containers without a name yet, have the same labels. The newest container counts, so the end of an
-    older one changes nothing. A counter then begins again, as after a restart."""
+    """Successive pods of one name, and containers without a name yet, have the same labels. The newest one counts, so the end of an older
+    one changes nothing."""
     return {labels: value for labels, use in named if (value := read(use)) is not None}
 
 
