@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 #: `sliced` lets other tasks run each time this has passed.
 SLICE_SECONDS = 0.005
-#: The pace of `LogPace`.
+#: The shortest interval of `LogPace`.
 LOG_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 2.0
 

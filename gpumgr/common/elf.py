@@ -45,7 +45,7 @@ class ElfError(GpumgrError):
 
 
 class Table(NamedTuple):
-    """`offset` is in the file."""
+    """`offset` is in bytes from the start of the file."""
 
     offset: int
     entry_bytes: int

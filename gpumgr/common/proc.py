@@ -28,7 +28,7 @@ def start_time_ticks(pid: int, root: Path = PROC) -> int | None:
 
 
 def is_running(process: Process, root: Path = PROC) -> bool:
-    """False also if another process has its pid now."""
+    """Whether the process still runs. False also if another process has its pid now."""
     pid, started = process
     return start_time_ticks(pid, root) == started
 

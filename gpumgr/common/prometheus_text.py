@@ -15,7 +15,8 @@ _IN_HELP: Final = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` is the name of its series (a counter's ends in `_total`), `about` its help, `kind` "gauge", "counter" or "histogram"."""
+    """`name` is the name of the family's series (a counter's ends in `_total`), `about` its help, `kind` "gauge", "counter" or
+    "histogram"."""
 
     name: str
     about: str

@@ -95,7 +95,7 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 
 def other_resource(resource: Resource) -> Resource:
-    """Core or memory. Replicas and MIG devices have only one call of Allocate, so they return `resource` itself."""
+    """Memory for core, core for memory. Replicas and MIG devices have only one call of Allocate, so they return `resource` itself."""
     return _OTHER[resource]
 
 

@@ -89,7 +89,7 @@ def remove_leftovers(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_leftover(path: Path) -> bool:
-    """False if that is uncertain."""
+    """Whether the file is a socket without a listener; False if that is uncertain."""
     with suppress(OSError):
         return path.is_socket() and not is_served(path)
     return False
