@@ -1,7 +1,6 @@
 """The only module that imports pynvml, NVIDIA's Python binding of NVML.
 
-It converts the binding's answers: its errors become the errors below, bytes become text, missing capabilities become None. All functions
-block.
+It converts the binding's answers: errors become the errors below, bytes become text, missing capabilities become None. All functions block.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import pynvml
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 
-# The return codes of NVML (nvmlReturn_t) that are handled specially.
+# The codes of nvmlReturn_t that are handled specially.
 SUCCESS: Final = 0
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
@@ -33,7 +32,7 @@ INSUFFICIENT_RESOURCES: Final = 23
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 
-#: The driver, the GPU or the user lacks the capability that the call needs, so the answer is unknown. This is no failure.
+#: The driver, the GPU or the user lacks a capability, so the answer is unknown. This is no failure.
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
@@ -63,7 +62,7 @@ T = TypeVar("T")
 
 
 class CallError(NvmlError):
-    """An NVML function returned an error about a GPU, a link or another object. `gpu`: the GPU's UUID, if known."""
+    """An NVML function returned an error about a GPU, a link or another object. `gpu`: the UUID, if known."""
 
     def __init__(self, function: str, code: int, text: str, gpu: str | None = None) -> None:
         super().__init__(f"{function}{f' of {gpu}' if gpu else ''}: {text} (NVML error {code})")
@@ -75,7 +74,7 @@ class DriverDown(NvmlAbsent):
 
 
 class DriverMismatchError(NvmlError):
-    """The kernel's driver has another version than the loaded library. A process can't load the library twice."""
+    """The kernel's driver and the loaded library differ. A process can't load the library twice."""
 
 
 class Binding:
@@ -89,7 +88,7 @@ class Binding:
         self._initialised = 0
         #: UUID -> NVML's index of the GPU, as far as known.
         self.indices: Mapping[str, int] = {}
-        #: The number of failed calls since the start, by function and NVML error number.
+        #: (function, NVML error number) -> failed calls since the start.
         self.errors: Counter[tuple[str, int]] = Counter()
 
     def open(self) -> None:
@@ -120,7 +119,7 @@ class Binding:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Like `call`, but None if the driver, the GPU or the user lacks the capability."""
+        """Like `call`, but None for a missing capability."""
         try:
             return self.call(function, *arguments)
         except CallError as exc:
@@ -132,10 +131,8 @@ class Binding:
         return getattr(pynvml, name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
-        """The list from the first of these functions that the driver has.
-
-        None if the driver has none of them, or if the list grew too fast to be read. Raises CallError.
-        """
+        """The list from the first of these functions that the driver has; None if it has none, or if the list grew too fast to be read.
+        Raises CallError."""
         for function in functions:
             for _ in range(_LIST_TRIES):
                 try:
@@ -152,14 +149,14 @@ class Binding:
         return None
 
     def on_gpu(self, uuid: str, fn: Callable[[Handle], T]) -> T:
-        """Calls `fn` with this GPU's handle, and returns its result. A CallError names the GPU."""
+        """`fn`'s result for this GPU's handle. A CallError names the GPU."""
         try:
             return fn(self._handle(uuid))
         except CallError as exc:
             raise CallError(exc.function, exc.code, exc.text, uuid) from exc
 
     def _handle(self, uuid: str) -> Handle:
-        # A search by UUID may initialise other GPUs (NVML's reference), and one of them may hang. So a known index is used first.
+        # A search by UUID may initialise other GPUs (NVML's reference), and one of them may hang, so a known index is used first.
         if uuid in self.indices:
             handle = self.call("nvmlDeviceGetHandleByIndex", self.indices[uuid])
             if self.call("nvmlDeviceGetUUID", handle) == uuid:
@@ -191,10 +188,10 @@ class Binding:
     def _load(self) -> None:
         if self._path is None:
             if pynvml.nvmlLib is not None and pynvml.nvmlLib._name != _SYSTEM_NAME:
-                _use(None)  # an earlier Binding loaded another library from its path
+                _use(None)  # an earlier Binding loaded another library
             return
         try:
-            # CDLL releases the interpreter's lock during calls; with PyDLL a slow driver would stop the whole process.
+            # CDLL releases the interpreter's lock during calls; with PyDLL a slow driver would stop the process.
             library = ctypes.CDLL(self._path)
         except OSError as exc:
             raise NvmlAbsent(f"the NVML library can't be loaded: {exc}") from exc
@@ -202,7 +199,6 @@ class Binding:
             _use(library)
 
     def _init_of_old(self) -> None:
-        """Initialises NVML on a driver that is too old for nvmlInitWithFlags."""
         try:
             code = pynvml.nvmlLib.nvmlInit_v2()
         except AttributeError as exc:
@@ -214,7 +210,7 @@ class Binding:
 def _use(library: ctypes.CDLL | None) -> None:
     """Sets the library that the binding calls; None = the one that the system's loader finds at the next init.
 
-    The binding can't replace its library or its private cache of function pointers, and a shutdown does not clear them.
+    The binding has no way to replace it, and a shutdown clears neither the library nor the private cache of function pointers.
     """
     pynvml.nvmlLib = library
     pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -60,9 +60,9 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and why the driver does not limit the memory of cgroups on this GPU (None: it seems to do so).
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups there (None: it seems to).
 
-    Raises CallError if the GPU fails, and NvmlError, with the remedy, if the driver has no limits on any GPU.
+    Raises CallError if the GPU fails, and NvmlError, with the remedy, if the driver limits it on no GPU.
     """
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -78,38 +78,36 @@ def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str,
         if exc.code == NOT_SUPPORTED and limited is not None:
             remedy = "take RmMemacctMode out of its module options and reload it"
             raise NvmlError(f"the NVIDIA driver keeps no limits in cgroups ({exc}): {remedy}") from exc
-        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # with these codes only this cgroup has no limits
+        if exc.code not in (NOT_FOUND, NOT_SUPPORTED):  # these mean: only this cgroup has no limits
             raise
     return uuid, None
 
 
 T = TypeVar("T")
 
-#: For one change of the MIG mode or of a MIG device. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+#: For one change of MIG. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
-#: How long a reading waits for an earlier call about a GPU.
+#: For an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """`health` maps UUIDs to observed health; it also has GPUs that the last snapshot lacks.
-
-    A GPU that is still busy with an earlier call has the health None, and is not in `sample`.
-    """
+    """`health` maps UUIDs, also of GPUs that the last snapshot lacks, to observed health. A GPU that is busy with an earlier call has the
+    health None, and is not in `sample`."""
 
     sample: NodeSample
     health: Mapping[str, Observation | None]
 
 
 class Nvml(Session):
-    """A session with all calls of NVML that the agent makes. Only one instance is open at a time in a process.
+    """The agent's calls of NVML. Only one instance is open at a time in a process.
 
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
-    driver, and DriverMismatchError if only a new process can continue. An error or a hang of one GPU does not affect readings of others.
-    Changes of MIG have a longer timeout, and other calls about the GPU wait until they end.
+    driver, and DriverMismatchError if only a new process can continue. Readings of a GPU do not depend on errors and hangs of others.
+    Changes of MIG have a longer timeout, and other calls about the GPU wait for their end.
 
-    `library_path`: None lets the system's loader find libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted.
-    `unreported_memory_bytes`: the assumed memory of a GPU for which the driver reports none.
+    `library_path` None: the system's loader finds libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted. `unreported_memory_bytes`:
+    the assumed memory of a GPU for which the driver reports none.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class Nvml(Session):
         return not self._count or len(await self._call(lambda: read_pci_gpus(self._sysfs_root))) > self._count
 
     async def _read_levels(self, gpus: Sequence[DescribedGpu], driver_version: str | None) -> dict[frozenset[int], Level]:
-        """The PCIe levels that can be read, by pair of indices. After a call that hangs, no further pair is read: it could hang too."""
+        """(index, index) -> PCIe level, as far as it can be read. After a call that hangs, no further pair is read: it could hang too."""
         levels: dict[frozenset[int], Level] = {}
         for number, one in enumerate(gpus[1:], start=1):
             read = partial(read_levels, self._binding, one, gpus[:number], driver_version)
@@ -169,7 +167,7 @@ class Nvml(Session):
         return levels
 
     async def read(self, *, utilization: bool = False) -> Reading:
-        """The current use and health of the GPUs. `utilization`: also each process's use since the previous reading."""
+        """The GPUs' current use and health. `utilization`: also each process's use since the previous reading."""
         if not utilization:
             self._utilization.forget()
         of_processes = self._utilization if utilization else None
@@ -188,7 +186,7 @@ class Nvml(Session):
         )
 
     async def read_health(self) -> Mapping[str, Observation | None]:
-        """Reads only the health; the result is like `health` in `Reading`."""
+        """Like `health` in `Reading`."""
         return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
 
     def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
@@ -208,7 +206,7 @@ class Nvml(Session):
             return None
 
     async def compute_mode(self, uuid: str) -> int:
-        """The GPU's compute mode in NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
+        """In NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
         return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
 
     async def set_compute_mode(self, uuid: str, mode: int) -> None:
@@ -216,7 +214,7 @@ class Nvml(Session):
         await self._on_gpu(uuid, lambda gpu: self._binding.call("nvmlDeviceSetComputeMode", gpu, mode))
 
     async def gpu_with_memory_limits(self) -> str:
-        """The UUID of a GPU on which the driver seems to limit the memory of cgroups. Raises NvmlError with reason and remedy."""
+        """The UUID of a GPU where the driver seems to limit the memory of cgroups. Raises NvmlError with reason and remedy."""
         obstacle: str | None = "the driver shows no GPU"
         for index in range(self._count):
             try:
@@ -230,20 +228,20 @@ class Nvml(Session):
         raise NvmlError(obstacle)
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None:
-        """Limits the GPU memory of a cgroup's processes. `cgroup`: the folder's full path. Needs root; see MemoryLimit."""
+        """Limits the GPU memory of a cgroup's processes. `cgroup`: the folder's full path. Needs root."""
         await self._on_gpu(uuid, lambda gpu: set_limit(self._binding, gpu, cgroup, soft_bytes, hard_bytes))
 
     async def memory_limit(self, uuid: str, cgroup: str) -> MemoryLimit:
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def enable_mig(self, uuid: str) -> None:
-        """Enables the GPU's MIG mode. Needs root. The NvmlError says so if the driver needs a reset of the GPU first."""
+        """Needs root. The NvmlError says so if the driver needs a reset of the GPU first."""
         await self._change_mig(uuid, lambda _: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:
         """Creates a MIG device of one of the GPU's `mig_profiles` at the memory slice `start`. Needs root.
 
-        Before it raises NvmlError it destroys what it has created. After a timeout the driver may still create the MIG device.
+        Before it raises NvmlError it destroys what it has created. After a timeout the driver may still create the device.
         """
         return await self._change_mig(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
 
@@ -256,10 +254,7 @@ class Nvml(Session):
         return await self._on_gpu(uuid, read)
 
     async def destroy_mig_instance(self, uuid: str, instance: str) -> None:
-        """Destroys the GPU's MIG device with the UUID `instance`, if it exists. Needs root.
-
-        If processes use the device, the NvmlError has their pids.
-        """
+        """Destroys the MIG device with the UUID `instance`, if it exists. Needs root. If processes use it, the NvmlError has their pids."""
         processes_of = partial(read_processes, self._binding)
         await self._change_mig(uuid, lambda gpu: destroy_mig_instance(self._binding, gpu, instance, processes_of))
 

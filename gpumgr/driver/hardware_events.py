@@ -20,9 +20,9 @@ from gpumgr.placement.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 
-#: Reasons for which a GPU takes no new containers, while running containers continue.
+#: With these a GPU takes no new containers, while running ones continue.
 CLOSING_REASONS = frozenset({"mig", "operator"})
-#: Reasons for which the history calls a GPU lost instead of unhealthy.
+#: With these the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
 #: Codes of this module's history entries; gpumgr.agent.maintenance adds the entries of maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
@@ -31,10 +31,9 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 class HardwareEvents:
     """Implements driver.monitor.NodeListener.
 
-    `device_root`: the folder of device nodes. `simulated`: the GPUs have no device nodes, so none is missing.
-    `before_snapshot` is awaited before the GPUs of a snapshot are offered. `on_sample` is awaited after each sample, with the start times
-    of its processes (pid -> clock ticks since boot). `own_pids` gets these start times on a thread and returns the pids of gpumgr's own
-    processes, which are left out of the sample.
+    `device_root`: the folder of device nodes. `simulated`: the GPUs need none. `before_snapshot` is awaited before the GPUs of a snapshot
+    are offered; `on_sample` after each sample, with the start times of its processes (pid -> clock ticks since boot). `own_pids` maps
+    these, on a thread, to the pids of gpumgr's own processes, which are left out of the sample.
     """
 
     def __init__(
@@ -55,19 +54,19 @@ class HardwareEvents:
         self.known = asyncio.Event()
         #: Set when a sample was evaluated.
         self.sampled = asyncio.Event()
-        #: Whether the driver answers, and the reason if it does not.
+        #: Whether the driver answers, and why not.
         self.driver_up = False
         self.down_reason: str | None = None
-        #: The latest sample and its time in monotonic seconds; None before the first.
+        #: The latest sample, and its time in monotonic seconds.
         self.sample: NodeSample | None = None
         self.sampled_at: float | None = None
         self._health: Mapping[str, GpuHealth] = {}
         self._nodeless: Mapping[str, str] = {}
-        #: UUID -> code of the latest history entry of each unhealthy GPU; None: the history has not been read yet.
+        #: UUID -> code of an unhealthy GPU's latest history entry; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the GPUs that the driver could not describe at the last check; None before the first check.
+        #: Indices of the GPUs that the driver could not describe; None before the first check.
         self._nameless: frozenset[int] | None = None
-        #: The reason, as last logged, why MIG devices can't be offered.
+        #: Why MIG devices can't be offered, as last logged.
         self._mig_obstacle: str | None = None
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
@@ -130,7 +129,7 @@ class HardwareEvents:
     def _add_to_history(self) -> None:
         """Adds an entry when a GPU of the ledger's registry becomes lost or unhealthy, or is back.
 
-        MIG mode is a setting and gets no entry. Maintenance adds the entries of a cordoned GPU; it is back only after it is uncordoned.
+        MIG mode is a setting and gets no entry. A cordoned GPU has the entries of maintenance, and is back after it is uncordoned.
         """
         agent_state = self._agent_state
         if self._reported is None:
@@ -146,7 +145,7 @@ class HardwareEvents:
                 code, why = "unhealthy", self._nodeless[uuid]
             elif health is not None and health.cordon_reason is not None:
                 continue
-            elif before is not None and uuid in shown:  # only a GPU that the driver has listed since the start has a known state
+            elif before is not None and uuid in shown:  # only then the state since the start is known
                 code, why = "back", "it is healthy again and takes pods"
             else:
                 continue
@@ -158,7 +157,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds one entry for each GPU that the driver lists but can't describe. A restart does not repeat the entry."""
+        """Adds one entry for each GPU that the driver can't describe, but not again after a restart."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {
@@ -176,7 +175,7 @@ class HardwareEvents:
             log.error("mig_devices_not_offered", mig_strategy="single", reason=self._mig_obstacle)
 
     def _check_device_nodes(self, snapshot: NodeSnapshot) -> None:
-        """Finds the GPUs without a device node; a container can't use such a GPU, even if NVML reports it as healthy."""
+        """Finds GPUs without a device node, which containers can't use even if NVML reports them as healthy."""
         missing = {}
         for gpu in snapshot.gpus:
             path = f"{self._device_root}/{WSL_NODE if gpu.minor is None else f'nvidia{gpu.minor}'}"
@@ -195,7 +194,7 @@ class HardwareEvents:
 
 
 def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry) -> dict[str, str]:
-    """UUID -> code of the latest entry of each GPU that was unhealthy before the restart."""
+    """UUID -> code of the latest entry, of GPUs that were unhealthy before the restart."""
     last = {gpu: entry.code for entry in entries if entry.what == "gpu" and entry.code in HEALTH_CODES for gpu in entry.gpus}
     return {
         registered.uuid: code
@@ -213,6 +212,5 @@ def _without(sample: NodeSample, pids: Collection[int]) -> NodeSample:
 
 
 def _why(health: GpuHealth) -> str:
-    """The reason as a sentence for users. In probation the GPU works again but is not offered yet, so the sentence begins differently."""
     why = health.message or str(health.reason)
     return f"recovering, was: {why}" if health.state == "probation" else why

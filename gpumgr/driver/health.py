@@ -8,8 +8,8 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered in any state; readings still change its state. When it is uncordoned, a healthy or suspect GPU starts in
-probation. XIDs (NVIDIA's error numbers) that applications cause are ignored, DOUBTFUL_XIDS are doubtful, all others are certain faults.
+A cordoned GPU is not offered; readings still change its state. When it is uncordoned, a healthy or suspect GPU starts in probation. XIDs
+(NVIDIA's error numbers) that applications cause are ignored, DOUBTFUL_XIDS are doubtful, all others are certain faults.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from msgspec.structs import replace
 State = Literal["healthy", "suspect", "unhealthy", "probation"]
 Reason = Literal["xid", "ecc", "lost", "reset", "hang", "error", "nvml_down", "mig", "operator", "missing"]
 
-#: XIDs that applications cause. Source: the default list of NVIDIA's device plugin.
+#: Source: the default list of NVIDIA's device plugin.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
-#: XIDs after which the GPU may continue to work: row remapping recorded, many corrected errors, contained error, recovery action changed.
+#: The GPU may still work: row remapping recorded, many corrected errors, contained error, recovery action changed.
 DOUBTFUL_XIDS: Final = frozenset({63, 92, 94, 154})
 
 _XID_MEANINGS: Final = {
@@ -52,7 +52,7 @@ _RECOVERY_ACTIONS: Final = {
 
 
 class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
-    """`good_readings` in a row make a GPU healthy again, `doubtful_readings` in a row unhealthy. `ignored_xids` None: all are ignored."""
+    """`good_readings` in a row make a GPU healthy, `doubtful_readings` in a row unhealthy. `ignored_xids` None: all."""
 
     ignored_xids: frozenset[int] | None = APPLICATION_XIDS
     good_readings: int = 3
@@ -60,8 +60,8 @@ class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`since`: when `state` began, in seconds of the caller's clock. `streak`: how many readings in a row were doubtful (in suspect) or
-    good (in probation). `cordon_reason`: why an operator cordoned the GPU (None: it is not cordoned)."""
+    """`since`: when `state` began, in seconds of the caller's clock. `streak`: doubtful (in suspect) or good (in probation) readings in a
+    row. `cordon_reason`: None if the GPU is not cordoned."""
 
     state: State
     reason: Reason | None = None
@@ -72,12 +72,11 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def healthy(self) -> bool:
-        """Whether the GPU may be offered unless it is cordoned."""
+        """May be offered unless it is cordoned."""
         return self.state in ("healthy", "suspect")
 
     @property
     def offered(self) -> bool:
-        """Whether the kubelet may allocate the GPU."""
         return self.healthy and self.cordon_reason is None
 
     @property
@@ -87,7 +86,7 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU answered. None: the driver does not report the value. `mig_instances`: UUIDs of the GPU's MIG devices."""
+    """The GPU answered. None: not reported. `mig_instances`: UUIDs of the GPU's MIG devices."""
 
     mig_enabled: bool | None = None
     mig_instances: tuple[str, ...] = ()
@@ -96,29 +95,28 @@ class HealthReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU answered with an error or is missing, or NVML as a whole is down. Only the reason "error" is a doubtful fault."""
+    """The GPU answered with an error or is missing, or NVML is down. Only the reason "error" is a doubtful fault."""
 
     reason: Reason
     message: str
 
 
 class Xid(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver reported an error. `number` is from NVIDIA's list of XIDs. `gpu_instance`: the GPU instance (MIG) that the error
-    concerns, if the driver names one."""
+    """`number`: of NVIDIA's list. `gpu_instance`: the GPU instance (MIG) that the error concerns, if the driver names one."""
 
     number: int
     gpu_instance: int | None = None
 
 
 class DoubleBitError(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver reported an uncorrectable memory error."""
+    """An uncorrectable memory error."""
 
 
 Observation = HealthReading | Failed | Xid | DoubleBitError
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What an observation means: a certain fault, a doubtful fault, or a GPU that works (`reason` None)."""
+    """A certain fault, a doubtful fault, or a GPU that works (`reason` None)."""
 
     reason: Reason | None = None
     message: str = ""
@@ -131,7 +129,7 @@ def new_health(now: float, cordon_reason: str | None = None) -> GpuHealth:
 
 
 def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
-    """The health after an operator returns the GPU to service. A GPU that works starts in probation."""
+    """The health after an operator returns the GPU to service."""
     after = replace(health, cordon_reason=None)
     if health.cordon_reason is None or not health.healthy:
         return after
@@ -139,7 +137,7 @@ def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The health after this observation. `now` is any clock, the same for all calls; it is only stored as the time of a change."""
+    """The health after this observation. `now`: the time of a change, on any clock."""
     rules = rules or HealthRules()
     verdict = _judge(observation, rules)
     if verdict is None:
@@ -157,15 +155,12 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
 def step_mig_devices(
     faulty: Mapping[str, GpuHealth], readings: Mapping[str, Observation | None], now: float, rules: HealthRules
 ) -> dict[str, GpuHealth]:
-    """The MIG devices that still have a fault of their own, after these readings of all GPUs.
-
-    A MIG device that no GPU has is dropped, but only if all GPUs answered.
-    """
+    """The MIG devices that still have a fault of their own. One that no GPU has is dropped, but only if all GPUs answered."""
     answers = [each for each in readings.values() if isinstance(each, HealthReading)]
     left: dict[str, GpuHealth] = {}
     for uuid, health in faulty.items():
         reading = next((each for each in answers if uuid in each.mig_instances), None)
-        # The GPU's MIG mode is a fault for shares, but not for a MIG device.
+        # MIG mode is a fault for shares, but not for a MIG device.
         after = health if reading is None else step(health, replace(reading, mig_enabled=None), now, rules)
         if after.state != "healthy" and (reading is not None or len(answers) < len(readings)):
             left[uuid] = after
@@ -173,7 +168,7 @@ def step_mig_devices(
 
 
 def _judge(observation: Observation, rules: HealthRules) -> _Verdict | None:
-    """What the observation means; None: it changes nothing."""
+    """None: it changes nothing."""
     match observation:
         case Xid(number=number):
             if rules.ignored_xids is None or number in rules.ignored_xids:

@@ -1,4 +1,4 @@
-"""MIG: reads the mode, the MIG devices and the profiles of a GPU; enables the mode; creates and destroys MIG devices. All functions block.
+"""MIG: reads the mode, the MIG devices and the profiles of a GPU, and changes mode and devices. All functions block.
 
 A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. If a step fails, a GPU instance without a
 compute instance may be left. It occupies memory slices, so it is destroyed when a new MIG device needs them.
@@ -45,7 +45,7 @@ def memory_slices(place: Any) -> int:
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A context manager that ends its block, without an error, when the driver answers that an object does not exist."""
+    """A context manager that ends its block when the driver answers that an object does not exist."""
     try:
         yield
     except CallError as exc:
@@ -60,7 +60,7 @@ def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
 
 
 def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
-    """UUID -> handle of each MIG device of a GPU in MIG mode, by NVML's index. The index may have holes. Raises CallError."""
+    """UUID -> handle of each MIG device of a GPU in MIG mode, by NVML's index, which may have holes. Raises CallError."""
     handles = {}
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
         with unless_gone():
@@ -101,14 +101,14 @@ def read_mig_instance(nvml: Binding, gpu: Handle, handle: Handle) -> MigInstance
 
 
 def _read_memory_slices(nvml: Binding, gpu: Handle, gpu_instance: int) -> int:
-    """The slices of a GPU instance: slice n is bit n; 0 = not reported."""
+    """0 = not reported."""
     handle = nvml.ask("nvmlDeviceGetGpuInstanceById", gpu, gpu_instance)
     info = None if handle is None else nvml.ask("nvmlGpuInstanceGetInfo", handle)
     return 0 if info is None else memory_slices(info.placement)
 
 
 def read_profile_infos(nvml: Binding, gpu: Handle) -> Iterator[tuple[int, Any]]:
-    """Yields NVML's number and nvmlGpuInstanceProfileInfo_t (or _v2_t) of each GPU instance profile."""
+    """Yields (NVML's number, nvmlGpuInstanceProfileInfo_t or _v2_t) of each GPU instance profile."""
     for number in range(_GPU_INSTANCE_PROFILES):
         with unless_gone():
             # The second version has the name; older drivers (470) have only the first.
@@ -162,14 +162,14 @@ def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, tot
 
 
 def enable_mig(nvml: Binding, uuid: str) -> None:
-    """Enables the GPU's MIG mode. Raises NvmlError, with the remedy if the driver needs a reset of the GPU first."""
+    """Raises NvmlError, also if the driver needs a reset of the GPU first."""
     enabled = nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu))
     if enabled is None:
         raise NvmlError(f"{uuid} has no MIG mode, or the driver does not report it")
     if enabled:
         return
     status = nvml.on_gpu(uuid, lambda gpu: nvml.call("nvmlDeviceSetMigMode", gpu, _ENABLE))
-    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # with a new handle: the driver may have detached the GPU
+    if not nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu)):  # a new handle: the driver may have detached the GPU
         raise NvmlError(
             f"MIG mode of {uuid} is not on yet ({nvml.call('nvmlErrorString', status)}): it needs a reset of the GPU. "
             "Drain it with `gpumgr gpu drain`, then reset it with `gpumgr gpu reset`"
@@ -177,14 +177,14 @@ def enable_mig(nvml: Binding, uuid: str) -> None:
 
 
 def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: int) -> MigInstance:
-    """Creates a MIG device at the memory slice `start`. Before it raises NvmlError it destroys what it has created."""
+    """Before it raises NvmlError it destroys what it has created."""
     instance = _create_gpu_instance(nvml, gpu, profile, Placement(start, profile.size))
     made = [("nvmlGpuInstanceDestroy", instance)]
     try:
         compute_profile = _compute_profile(nvml, instance, profile.slices)
         compute = nvml.call("nvmlGpuInstanceCreateComputeInstance", instance, compute_profile)
         made.append(("nvmlComputeInstanceDestroy", compute))
-        # The info has the MIG device's handle. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
+        # The info has the handle. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
         return read_mig_instance(nvml, gpu, nvml.call("nvmlComputeInstanceGetInfo", compute).device)
     except NvmlError:
         for function, part in reversed(made):
@@ -196,10 +196,8 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
 def destroy_mig_instance(
     nvml: Binding, gpu: Handle, instance_uuid: str, processes_of: Callable[[Handle], tuple[GpuProcess, ...] | None]
 ) -> None:
-    """Destroys a MIG device of this GPU if it exists, and its GPU instance unless that has other MIG devices.
-
-    Raises NvmlError. If processes use the MIG device, the error has their pids, and nothing was destroyed.
-    """
+    """Also destroys the GPU instance unless it has other MIG devices. Raises NvmlError, with the pids if processes use the device; then
+    nothing was destroyed."""
     if not read_mig_enabled(nvml, gpu):
         return
     devices = read_mig_handles(nvml, gpu)
@@ -231,7 +229,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys the GPU instances without a MIG device that overlap `place`. Returns whether there was one."""
+    """Destroys GPU instances without a MIG device that overlap `place`. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):
@@ -253,7 +251,7 @@ def _gpu_instances_of(nvml: Binding, devices: dict[str, Handle]) -> set[int]:
 
 
 def _compute_profile(nvml: Binding, instance: Handle, slices: int) -> int:
-    """The driver's id of the compute instance profile with all `slices` of the GPU instance."""
+    """The id of the compute instance profile with all `slices`."""
     for number in range(_COMPUTE_PROFILES):
         with unless_gone():
             info = nvml.ask("nvmlGpuInstanceGetComputeInstanceProfileInfo", instance, number, _SHARED_ENGINES, 1)

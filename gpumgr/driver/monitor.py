@@ -48,34 +48,29 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor waits for the end of each call."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at the start, and whenever the node's GPUs may have changed.
-
-        Before it, `health_changed` was called with the health of these GPUs and of earlier GPUs that the snapshot lacks.
-        """
+        """Called at the start, and whenever the node's GPUs may have changed; `health_changed` was called with their health before."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called with the health of all GPUs, by UUID, when a state, a reason or a message has changed.
-
-        `health` also has each MIG device that has a fault of its own.
-        """
+        """Called when a state, a reason or a message has changed, with the health by UUID of all GPUs, also of GPUs that the last snapshot
+        lacks, and of MIG devices with a fault of their own."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """Called once in each period."""
 
     async def driver_down(self, message: str) -> None:
-        """Called once for each outage of NVML as a whole. The next `snapshot_taken` ends the outage."""
+        """Called once for each outage of NVML as a whole, which the next `snapshot_taken` ends."""
 
 
 class DriverMeter(Protocol):
     def xid(self, uuid: str | None, number: int) -> None:
-        """The driver reported an XID; `uuid` is None if the event names no GPU."""
+        """`uuid` None: the event names no GPU."""
 
     def batched(self, seconds: float) -> None:
-        """A reading of all GPUs took this many seconds."""
+        """A reading of all GPUs took this long."""
 
 
 class Monitor:
-    """`run` it as one task. The other methods must be called in the same event loop."""
+    """`run` it as one task, and call the other methods in the same event loop."""
 
     def __init__(
         self,
@@ -102,7 +97,7 @@ class Monitor:
         self._load_kernel_modules = load_kernel_modules
         self._meter = meter
         self._health: dict[str, GpuHealth] = {}
-        #: MIG devices with a fault of their own, by UUID.
+        #: MIG devices with a fault of their own.
         self._mig_health: dict[str, GpuHealth] = {}
         self._published: dict[str, GpuHealth] = {}
         self._snapshot = NodeSnapshot(gpus=(), topology=Topology((), ()))
@@ -119,17 +114,17 @@ class Monitor:
 
     @property
     def health(self) -> dict[str, GpuHealth]:
-        """The health of every GPU that was ever listed, and of each MIG device with a fault of its own, by UUID."""
+        """By UUID, of every GPU that was ever listed, and of each MIG device with a fault of its own."""
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Applies the rules from the next reading on. The new period also counts for a wait that has begun."""
+        """Applies from the next reading on. The new period also counts for a wait that has begun."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
     @contextmanager
     def sampling_soon(self) -> Iterator[None]:
-        """A context manager: in its block the sample period is at most one second."""
+        """A context manager: in its block the period is at most one second."""
         self._awaited += 1
         if self._sample_period_seconds > _AWAITED_PERIOD_SECONDS:
             self._wake.set()
@@ -139,21 +134,21 @@ class Monitor:
             self._awaited -= 1
 
     def cordon(self, uuid: str, message: str) -> None:
-        """Takes the GPU out of service, even if it is not listed (yet)."""
+        """Takes the GPU out of service, even if it is not listed."""
         self._cordons[uuid] = message
         if uuid in self._health:
             self._health[uuid] = replace(self._health[uuid], cordon_reason=message)
         self._wake.set()
 
     def uncordon(self, uuid: str) -> None:
-        """Returns the GPU to service; it is offered after the usual probation."""
+        """Returns the GPU to service, after the usual probation."""
         self._cordons.pop(uuid, None)
         if uuid in self._health:
             self._health[uuid] = uncordoned(self._health[uuid], time.time())
         self._wake.set()
 
     async def publish_health(self) -> None:
-        """Calls the listener if a health differs from the one published last. When it returns, cordons are in force."""
+        """Calls the listener if a health has changed. When it returns, cordons are in force."""
         before, health = self._published, self.health
         changed = [
             uuid for uuid in {**before, **health} if _published_parts(before.get(uuid)) != _published_parts(health.get(uuid))
@@ -166,18 +161,13 @@ class Monitor:
             await self._listener.health_changed(health)
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
-        """The processes with a context on the GPU; None if the driver does not list them, or the GPU answers with an error.
-
-        Raises NvmlError if the driver as a whole does not answer.
-        """
+        """Like `Nvml.processes`. Raises NvmlError if the driver as a whole does not answer."""
         return await self._nvml.processes(uuid)
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """A context manager: in its block this process has no session with the driver, readings wait, and no health changes.
-
-        Events of that time are lost; the next reading shows their effect. Raises NvmlError if a call hangs; then the session stays open.
-        """
+        """Like `Session.without_session`. In the block readings wait and no health changes. Events of that time are lost; the next reading
+        shows their effect."""
         try:
             async with self._nvml.without_session():
                 yield
@@ -236,7 +226,7 @@ class Monitor:
             readings = reading.health
             instances = {gpu.uuid: {each.uuid for each in gpu.mig_instances} for gpu in self._snapshot.gpus}
             answered = {uuid: each for uuid, each in readings.items() if isinstance(each, HealthReading)}
-            back = self._hung - _hanging(readings)  # the GPUs' events may have to be registered again
+            back = self._hung - _hanging(readings)  # their events may have to be registered again
             self._stale |= bool(back) or any(instances.get(uuid) != {*each.mig_instances} for uuid, each in answered.items())
             # A snapshot would wait while MIG is changed (up to half a minute), so only samples and health are read.
             if self._stale and not self._nvml.busy:
@@ -250,7 +240,7 @@ class Monitor:
                 await self._take_snapshot(only_changed=True)
 
     async def _opened_again(self) -> bool:
-        """If NVML lacks GPUs and a retry is due, opens the session again. Returns whether it tried."""
+        """Opens the session again if NVML lacks GPUs and a retry is due. Returns whether it tried."""
         now = asyncio.get_running_loop().time()
         if now < self._relist_at:
             return False
@@ -290,7 +280,7 @@ class Monitor:
             await self._listener.snapshot_taken(snapshot)
 
     def _judge(self, readings: Mapping[str, Observation | None]) -> None:
-        """Applies the readings. With the reading None a GPU keeps its health; without a reading it is missing."""
+        """With the reading None a GPU keeps its health; without a reading it is missing."""
         self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
@@ -300,7 +290,7 @@ class Monitor:
         self._mig_health = step_mig_devices(self._mig_health, readings, time.time(), self._rules)
 
     async def _pause(self) -> None:
-        """Waits until the next sample is due. Health that an event or an operator changes is published at once."""
+        """Waits for the next sample's time. Health that an event or an operator changes is published at once."""
         begun = asyncio.get_running_loop().time()
         while True:
             period = min(self._sample_period_seconds, _AWAITED_PERIOD_SECONDS if self._awaited else math.inf)
@@ -313,7 +303,7 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Applies an event of the driver: to the MIG devices of the GPU instance that it names, otherwise to the GPU (None: to all)."""
+        """Applies an event to the MIG devices of the GPU instance that it names, otherwise to the GPU (None: to all)."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:
             devices = [each for gpu in self._snapshot.gpus if gpu.uuid == uuid for each in gpu.mig_instances]
@@ -336,7 +326,7 @@ class Monitor:
 
 
 def _log_change(uuid: str, before: GpuHealth | None, health: GpuHealth) -> None:
-    """Logs the changed health of a GPU, but not a new GPU that is offered."""
+    """A new GPU that is offered is not logged."""
     if before is not None or not health.offered:
         record = log.info if health.offered else log.warning
         record(

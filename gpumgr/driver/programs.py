@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
-    """The exit code and the output. Raises OSError if the program can't be run, TimeoutError (an OSError) if it was killed."""
+    """(exit code, output). Raises OSError if the program can't be run, TimeoutError (an OSError) if it was killed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -49,13 +49,13 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: NVML's session may be closed for a minute; the other 15 s are for closing and reopening it.
+#: NVML's session may be closed for a minute; 15 s are for closing and reopening it.
 PROGRAM_SECONDS: Final = 45.0
 
 
 async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused, for example
-    because the GPU can't be reset alone (some GPUs with NVLink)."""
+    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused: some GPUs with NVLink
+    can't be reset alone."""
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or set nvml.smi_program")
     async with monitor.without_session():
@@ -73,7 +73,7 @@ async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_second
 
 
 def _advice(output: str, uuid: str, program: str) -> str:
-    """The remedy if the GPU is in use. Persistence mode counts as a user without a process (NVIDIA/NVSentinel issue 1690)."""
+    """The remedy if the GPU is in use. Persistence mode counts as a user (NVIDIA/NVSentinel issue 1690)."""
     if "in use by another client" not in output.lower():
         return ""
     return (

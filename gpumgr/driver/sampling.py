@@ -1,9 +1,8 @@
 """Reads the use and the health of a GPU. All functions block.
 
-The utilization of a process is the mean of the driver's samples since the last reading. The driver has no samples of a process that ran
-nothing. Its sampling period is 1/6 s to 1 s (NVML's reference), so a process without a new sample keeps its last value for one period.
-Drivers are known to return entries of no process, percentages of billions, and repeated entries; the wall clock may be set back. So only
-plausible, new entries count.
+A process's utilization is the mean of the driver's samples since the last reading. The driver has no samples of a process that ran nothing,
+and its sampling period is 1/6 s to 1 s (NVML's reference). So a process without a new sample keeps its last value for one period. Drivers
+are known to return entries of no process, percentages of billions, and repeated entries; the wall clock may be set back.
 """
 
 import time
@@ -33,24 +32,22 @@ _PERIOD_MICROSECONDS: Final = 1_000_000
 #: The second function (driver 550 and newer) is used if the driver lacks the first.
 _FUNCTIONS: Final = ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo")
 
-#: (pid on the host, wall clock in microseconds, percent of the time in which the process's kernels ran).
+#: (host pid, wall clock in microseconds, percent of the time in which the process's kernels ran).
 Sample = tuple[int, int, int]
 
 
 class UtilizationState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one GPU. `newest`: the time of its newest sample. `values`: pid -> (mean ratio, when it was read). Times are
-    microseconds of the wall clock."""
+    """The state of one GPU. `newest`: its newest sample's time. `values`: pid -> (mean ratio, when it was read). Times in microseconds."""
 
     newest: int
     values: Mapping[int, tuple[float, int]] = msgspec.field(default_factory=dict)
 
     def since(self, now: int) -> int:
-        """Samples after this instant are new. If the clock was set back, a `newest` in the future must not hide them."""
+        """Samples after this instant are new. A `newest` in the future (the clock was set back) must not hide them."""
         return min(self.newest, now)
 
 
 def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> UtilizationState:
-    """The state after these samples."""
     since = state.since(now)
     new = {(pid, instant): percent for pid, instant, percent in samples if instant > since and 0 <= percent <= 100}
     percents: dict[int, list[int]] = {}
@@ -62,7 +59,7 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs. At most one thread at a time reads a GPU."""
+    """The state of all GPUs. Only one thread at a time reads a GPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}
@@ -82,7 +79,7 @@ class ProcessUtilization:
         return {pid: ratio for pid, (ratio, _) in after.values.items()}
 
     def forget(self) -> None:
-        """Drops the state, which a pause makes outdated."""
+        """After a pause the state is outdated."""
         self._states.clear()
 
 
@@ -108,7 +105,7 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
-    """Reads the health and one sample; without `utilization`, the sample lacks the utilization of processes.
+    """Reads the health and one sample. `utilization` None: without the utilization of processes.
 
     Raises CallError if the driver gives no handle or UUID; later errors are in the result.
     """
@@ -156,7 +153,7 @@ def unless_failed(read: Callable[[], T | None]) -> T | None:
 
 
 def _read_memory(nvml: Binding, handle: Handle) -> tuple[int, int | None] | None:
-    """Used and reserved bytes; None if the driver reports neither. The first version of the call counts reserved bytes as used."""
+    """(used, reserved) bytes; None if neither is reported. The first version of the call counts reserved bytes as used."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, MEMORY_V2)
     if memory is not None:
         return int(memory.used), int(memory.reserved)
@@ -172,10 +169,8 @@ def _read_celsius(nvml: Binding, handle: Handle) -> float | None:
 
 
 def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | None:
-    """All processes with a context on the GPU, by pid, without their utilization. Raises CallError if any list fails.
-
-    None if the driver doesn't list compute processes, or if a list grew too fast to be read.
-    """
+    """All processes with a context on the GPU, by pid, without their utilization. None if the driver doesn't list compute processes, or if
+    a list grew too fast to be read. Raises CallError if any list fails."""
     lists = [_read_list(nvml, functions, handle) for functions in (_COMPUTE, _MPS_CLIENTS, _GRAPHICS)]
     return _processes(lists, lambda _: None)
 
@@ -183,9 +178,9 @@ def read_processes(nvml: Binding, handle: Handle) -> tuple[GpuProcess, ...] | No
 def _read_busy_processes(
     nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None
 ) -> tuple[GpuProcess, ...] | None:
-    """Like `read_processes`, with the utilization if `utilization` is given. Only a failure of the compute list is raised.
+    """Like `read_processes`, with the utilization. Raises CallError only if the compute list fails.
 
-    The driver reports the utilization of an MPS server and not of its clients, so a client's is unknown.
+    The driver reports the utilization of an MPS server instead of its clients, so a client's is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
@@ -200,7 +195,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """Joins the lists. A process in several lists has the memory of the first. None if the first list is None."""
+    """A process in several lists has the memory of the first. None if the first list is None."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -211,7 +206,7 @@ def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float
 
 
 def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Listed | None:
-    """pid -> used bytes; None if the driver does not have the list."""
+    """None if the driver does not have the list."""
     processes = nvml.list_first(functions, handle)
     return None if processes is None else {int(process.pid): process.usedGpuMemory for process in processes}
 
@@ -223,7 +218,7 @@ def read_health(nvml: Binding, index: int) -> GpuReading:
 
 
 def _read_handle_health(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU answers with an error even if it does not support this call
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU answers with an error, even without support for this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,
@@ -239,7 +234,6 @@ def _read_recovery_action(nvml: Binding, handle: Handle) -> int | None:
 
 
 def failed(error: NvmlError) -> Failed:
-    """The health of a GPU after its reading raised this error."""
     if isinstance(error, GpuHangs):
         return Failed(reason="hang", message=str(error))
     known: dict[int, Reason] = {GPU_IS_LOST: "lost", RESET_REQUIRED: "reset"}

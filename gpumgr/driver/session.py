@@ -30,16 +30,13 @@ _PAUSE_SECONDS: Final = 1.0
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID (None: not reported) and the error.
+#: Called on the event loop with the GPU's UUID (None: not reported).
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
-    """Registers the GPU's XIDs and double-bit errors in the event set.
-
-    Returns the address in the GPU's handle, or None if the driver has no events for this GPU. After a CallError the set is unusable (NVML's
-    documentation).
-    """
+    """Registers the GPU's XIDs and double-bit errors. Returns the address in the GPU's handle; None if the driver has no events for it.
+    After a CallError the set is unusable (NVML's documentation)."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
@@ -55,11 +52,8 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 
 class EventThread:
-    """A daemon thread that waits for the events of one event set until `stop`, and then frees the set.
-
-    NVML's wait blocks and has no file descriptor, so it is called for short intervals. `uuids`: address in the handle -> UUID, of each GPU
-    with events.
-    """
+    """A daemon thread that waits for the events of one event set until `stop`, and then frees the set. NVML's wait blocks and has no file
+    descriptor, so it is called for short intervals. `uuids`: address in the handle -> UUID."""
 
     def __init__(self, nvml: Binding, event_set: Handle, uuids: Mapping[int, str], on_event: OnEvent) -> None:
         self._nvml, self._set, self.uuids, self._on_event = nvml, event_set, uuids, on_event
@@ -69,7 +63,7 @@ class EventThread:
         threading.Thread(target=self._run, name="nvml-events", daemon=True).start()
 
     async def stop(self, *, timeout_seconds: float) -> bool:
-        """Returns False if the thread did not end in time. Then NVML must not be shut down."""
+        """False: the thread did not end in time, and NVML must not be shut down."""
         self._stop.set()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -111,16 +105,13 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Time limits for the event thread's end and for NVML's shutdown: short, so that a process that stops keeps its own deadline.
+#: For the event thread's end and for NVML's shutdown: short, so that a process that stops keeps its own deadline.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Session:
-    """One session: `open` first, `close` at the end. After a reload of the driver, `open` is called again.
-
-    No session begins or ends while a call is inside NVML.
-    """
+    """`open` first, `close` at the end; `open` again after a reload of the driver. No session begins or ends during a call of NVML."""
 
     def __init__(self, library_path: str | None, timeout_seconds: float) -> None:
         self._binding = Binding(library_path)
@@ -142,18 +133,18 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot would have to wait for the session's lock."""
+        """Whether a snapshot would have to wait."""
         return self._session_lock.locked()
 
     @property
     def call_errors(self) -> Mapping[tuple[str, int], int]:
-        """The number of failed calls since the start, by function and NVML error number."""
+        """(function, NVML error number) -> failed calls since the start."""
         return dict(self._binding.errors)
 
     async def open(self) -> None:
         """Loads the library and initialises NVML; closes an earlier session first.
 
-        While a call about a GPU hangs, the earlier session can't end. Then it continues if the driver answers other calls.
+        That session can't end while a call about a GPU hangs. Then it continues if the driver answers other calls.
         """
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):
@@ -170,7 +161,7 @@ class Session:
     async def without_session(self) -> AsyncIterator[None]:
         """A context manager: in its block there is no session, so another program can have exclusive access to a GPU. Calls wait.
 
-        Afterwards a session is open again, without a watch for events. Raises NvmlError if a call hangs, since the session can't end then.
+        Afterwards there is no watch for events. Raises NvmlError if a call hangs: then the session can't end.
         """
         async with self._session_lock:
             self._session_open.clear()
@@ -189,15 +180,12 @@ class Session:
                 self._session_open.set()
 
     async def wait_for_session(self) -> None:
-        """Waits for the end of `without_session` or of `open`."""
         while not self._session_open.is_set():
             await self._session_open.wait()
 
     async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
-        """Calls `on_event` on the event loop for each XID and double-bit error of the last snapshot's GPUs, until `close`.
-
-        Returns the UUIDs of the GPUs without events.
-        """
+        """Calls `on_event` for each XID and double-bit error of the last snapshot's GPUs, until `close`. Returns the UUIDs of the GPUs
+        without events."""
         uuids = dict(self._seen)
         async with self._session_lock:
             before, self._events = self._events, await self._start_events(uuids, on_event)
@@ -207,10 +195,8 @@ class Session:
         return frozenset(uuids.values()) - monitored
 
     async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
-        """Starts a thread for the events of these GPUs; None if the driver has no events.
-
-        A refused GPU makes the event set unusable, so a new set is made without it. A set inside a hanging call is not freed.
-        """
+        """None if the driver has no events. A refused GPU makes the event set unusable, so a new set is made without it. A set inside a
+        hanging call is not freed."""
         wanted = uuids.keys() - self._worker.stuck.keys()
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
@@ -226,7 +212,7 @@ class Session:
             wanted -= refused
 
     async def close(self) -> None:
-        """Ends the session and the threads. A thread with a hanging call stays until the process ends."""
+        """A thread with a hanging call stays until the process ends."""
         try:
             await self._close_session()
         finally:
@@ -252,7 +238,7 @@ class Session:
         return self._events is None
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:
-        """Returns `fn`'s result for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""
+        """`fn`'s result for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""
         await self.wait_for_session()
         call, seconds = partial(self._binding.on_gpu, uuid, fn), timeout_seconds or self._timeout_seconds
         try:
@@ -267,7 +253,7 @@ class Session:
     async def _each(
         self, fn: Callable[[int], T], indices: Iterable[int] | None = None, *, wait_seconds: float = math.inf
     ) -> dict[int, T | NvmlError]:
-        """Calls `fn` for each GPU; returns index -> its result or the error of this GPU. Raises errors of the driver as a whole.
+        """index -> `fn`'s result or the error of this GPU. Raises errors of the driver as a whole.
 
         `indices` None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each.
         """

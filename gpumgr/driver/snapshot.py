@@ -1,7 +1,4 @@
-"""Reads the GPUs of the node and their topology. All functions block. None = the driver does not report the value.
-
-A GPU that can't be described becomes a GpuFailure and is not in the topology. Errors of the driver as a whole are raised.
-"""
+"""Reads the GPUs of the node and their topology. All functions block. None = the driver does not report the value."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -32,7 +29,7 @@ def level_of(driver_version: str | None, nvml_level: int, on_same_board: bool | 
     """The PCIe level of a pair of GPUs for NVML's number. `on_same_board`: the pair is on one multi-GPU board; None = not reported.
 
     A number between two known ones counts as the farther level, a number above all as SYS. INTERNAL can be wrong: driver 396.26 reports it
-    for GPUs that are joined by the switch of a multi-GPU board, and a driver may report it for GPUs on two boards.
+    for GPUs behind the switch of a multi-GPU board, and a driver may report it for GPUs on two boards.
     """
     if nvml_level == _INTERNAL and (driver_version == "396.26" or on_same_board is False):
         return Level.PIX
@@ -46,7 +43,7 @@ _GPU_CLASSES: Final = ("0x0300", "0x0302")
 
 
 class _Links(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a GPU's active NVLinks. `direct`: bus id of another GPU -> links to it. `fabric`: links to NVSwitches."""
+    """A GPU's active NVLinks. `direct`: bus id of another GPU -> links to it. `fabric`: links to NVSwitches."""
 
     direct: Mapping[str, int] = msgspec.field(default_factory=dict)
     fabric: int = 0
@@ -80,10 +77,10 @@ def describe_gpu(
     seen: MutableMapping[int, str],
     unreported_memory_bytes: int | None,
 ) -> DescribedGpu | GpuFailure:
-    """The GPU with this index, or the failure if NVML can't describe it.
+    """The GPU with this index, or why NVML can't describe it. Errors of the driver as a whole are raised.
 
-    `seen` (index -> UUID) is for GPUs that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: the memory of a GPU
-    for which the driver reports none.
+    `seen` (index -> UUID) is for GPUs that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: if the driver
+    reports none.
     """
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -118,7 +115,7 @@ def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:
 def with_gpus(
     node: NodeSnapshot, gpus: Sequence[DescribedGpu], levels: Mapping[frozenset[int], Level], failures: Sequence[GpuFailure]
 ) -> NodeSnapshot:
-    """Adds these GPUs, their topology and the failures to the snapshot. `levels`: pair of indices -> level, without it SYS."""
+    """Adds GPUs, topology and failures to the snapshot. `levels`: pair of indices -> level; a missing pair is SYS."""
 
     def level(one: DescribedGpu, other: DescribedGpu) -> Level:
         return Level.PSB if one is other else levels.get(frozenset((one.gpu.index, other.gpu.index)), Level.SYS)
@@ -160,10 +157,8 @@ def _read_gpu(nvml: Binding, index: int, uuid: str, handle: Handle, sysfs_root: 
 
 
 def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str, ...]]:
-    """A PCI device's NUMA node (None: not known) and its parents, root complex first.
-
-    `bus_id` is spelled as in sysfs (0000:18:00.0). Source: the kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown.
-    """
+    """A PCI device's NUMA node (None: not known) and its parents, root complex first. `bus_id`: as in sysfs (0000:18:00.0). Source: the
+    kernel's sysfs-bus-pci ABI; -1 in `numa_node` means unknown."""
     link = sysfs_root / "bus" / "pci" / "devices" / bus_id
     try:
         device = link.resolve(strict=True)
@@ -178,7 +173,7 @@ def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str
 
 
 def _short_bus_id(pci: Handle) -> str:
-    """The bus id as in sysfs. NVML's domain has four or eight digits in either case, depending on the version."""
+    """The bus id as in sysfs. NVML's domain has four or eight digits in either case."""
     text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain or '0', 16):04x}:{rest.lower()}"
@@ -191,7 +186,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
         try:
             active = nvml.ask("nvmlDeviceGetNvLinkState", handle, number)
             if active is None:
-                break  # the link before was the last one
+                break  # no link has this number or a higher one
             if not active:
                 continue
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
@@ -208,7 +203,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
 
 
 def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
-    """The NVLinks between two GPUs: the direct links that both ends report, and the fabric links that both have."""
+    """The direct links that both ends report, and the fabric links that both have."""
     if one is other:
         return 0
     there, back = (a.links.direct.get(b.gpu.bus_id or "", 0) for a, b in ((one, other), (other, one)))
@@ -218,10 +213,7 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> dict[frozenset[int], Level]:
-    """The PCIe levels of this GPU to the others, by pair of indices, without pairs that the driver answers with an error.
-
-    A level that the driver can't report is SYS.
-    """
+    """Pair of indices -> PCIe level, without pairs that the driver answers with an error. A level that is not reported is SYS."""
     levels = {}
     for other in others:
         with suppress(CallError):

@@ -2,7 +2,7 @@
 
 Invariants:
 * Calls about one GPU run one after the other, and so do calls about the driver as a whole. None runs on the event loop.
-* The time limit of a call begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller continues.
+* A call's time limit begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller continues.
 * While a call about a GPU hangs, later calls about it fail at once, so a GPU that hangs keeps only one thread.
 * While calls return at once, one thread makes them all: a thread per GPU takes 0.4 % of a CPU more (16 GPUs, sampled every second).
   Another thread starts when a call has to wait for the call about another GPU.
@@ -31,7 +31,7 @@ Subject = int | None
 
 
 class GpuHangs(NvmlError):
-    """A call about the GPU with the index `gpu` does not return. `name` is for the message."""
+    """A call about this GPU does not return. `gpu`: its index. `name`: for the message."""
 
     def __init__(self, gpu: int, name: str | None = None) -> None:
         super().__init__(f"the driver does not answer calls about {name or 'this GPU'}")
@@ -46,7 +46,7 @@ class GpuBusy(NvmlError):
 
 
 class _Round(msgspec.Struct, eq=False):
-    """The jobs of one caller. `left`: how many have not ended."""
+    """One caller's jobs. `left`: how many have not ended."""
 
     loop: asyncio.AbstractEventLoop
     ended: asyncio.Future[None]
@@ -69,7 +69,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def stuck_seconds(self) -> float:
-        """How long the call has run if it is over its limit, otherwise 0.0."""
+        """How long the call has run if it is over its limit, else 0.0."""
         if self.started is None or self.ended:
             return 0.0
         running_seconds = time.monotonic() - self.started
@@ -77,7 +77,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class NvmlWorker:
-    """The first call starts a thread. After `close`, each thread ends when its call has returned."""
+    """The first call starts a thread. After `close` a thread ends when its call has returned."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -88,13 +88,13 @@ class NvmlWorker:
 
     @property
     def stuck(self) -> Mapping[Subject, float]:
-        """GPU -> how long a call about it has run; only calls over their time limit."""
+        """GPU -> how long a call about it has run; only calls over their limit."""
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
-        """Calls `fn` on a thread, and returns its result or raises its error. `gpu`: the GPU that its NVML calls are about.
+        """`fn`'s result on a thread, or its error. `gpu`: the GPU that its NVML calls are about.
 
-        Raises NvmlError (GpuHangs) if that takes longer than `timeout_seconds`, or if an earlier call about this GPU hangs.
+        Raises NvmlError (GpuHangs) after `timeout_seconds`, or if an earlier call about this GPU hangs.
         """
         answer = (await self.each({gpu: fn}, timeout_seconds=timeout_seconds))[gpu]
         if isinstance(answer, NvmlError):
@@ -104,9 +104,9 @@ class NvmlWorker:
     async def each(
         self, fns: Mapping[Subject, Callable[[], T]], *, timeout_seconds: float, wait_seconds: float = math.inf
     ) -> dict[Subject, T | NvmlError]:
-        """Calls all functions; returns for each GPU the result, or the NvmlError that was raised (GpuHangs as in `call`).
+        """GPU -> the function's result, or the NvmlError that was raised (GpuHangs as in `call`). Raises other errors.
 
-        GpuBusy: an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`. Other errors are raised.
+        GpuBusy: an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
         """
         loop = asyncio.get_running_loop()
         together = _Round(loop, loop.create_future(), len(fns))
@@ -123,7 +123,7 @@ class NvmlWorker:
         return {job.subject: self._answer(job) for job in jobs}
 
     async def finish(self, *, timeout_seconds: float) -> None:
-        """Waits for the end of all calls made so far. Raises NvmlError if one does not end in time."""
+        """Waits for all calls made so far. Raises NvmlError if one does not end in time."""
         subjects = {*self._running, *(job.subject for job in [*self._waiting])}
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -153,10 +153,8 @@ class NvmlWorker:
                 self._start()
 
     def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks calls over their time limit, and starts a thread if calls have waited too long for one.
-
-        Returns after how many seconds it must be called again; None if no call is left.
-        """
+        """Marks calls over their time limit, and starts a thread if calls have waited too long for one. Returns after how many seconds it
+        must be called again; None if no call is left."""
         now = time.monotonic()
         due: list[float] = []
         without_thread = False
@@ -183,7 +181,7 @@ class NvmlWorker:
         return min(due, default=None)
 
     def _withdraw(self, jobs: list[_Job]) -> None:
-        """A call that has not begun, and that no caller waits for, never begins."""
+        """Jobs of a caller that no longer waits never begin."""
         with self._changed:
             for job in [job for job in jobs if job in self._waiting]:
                 self._waiting.remove(job)
@@ -219,7 +217,7 @@ class NvmlWorker:
             self._end(job)
 
     def _next(self) -> _Job | None:
-        """Waits for the next job; None if this thread must end."""
+        """The next job; None if this thread must end."""
         with self._changed:
             while True:
                 for job in self._waiting:
