@@ -85,9 +85,9 @@ def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str,
 
 T = TypeVar("T")
 
-#: For one change of MIG. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+#: The time limit of one change of MIG. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
 _MIG_SECONDS: Final = 30.0
-#: For an earlier call about a GPU.
+#: How long a reading waits for an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
 
 

@@ -20,9 +20,9 @@ from gpumgr.placement.devices import NodeSample, NodeSnapshot
 
 log = structlog.get_logger(__name__)
 
-#: With these a GPU takes no new containers, while running ones continue.
+#: Reasons for which a GPU takes no new containers, while running ones continue.
 CLOSING_REASONS = frozenset({"mig", "operator"})
-#: With these the history calls a GPU lost instead of unhealthy.
+#: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
 #: Codes of this module's history entries; gpumgr.agent.maintenance adds the entries of maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})

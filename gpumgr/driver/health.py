@@ -52,7 +52,7 @@ _RECOVERY_ACTIONS: Final = {
 
 
 class HealthRules(msgspec.Struct, frozen=True, kw_only=True):
-    """`good_readings` in a row make a GPU healthy, `doubtful_readings` in a row unhealthy. `ignored_xids` None: all."""
+    """`good_readings` in a row make a GPU healthy, `doubtful_readings` in a row unhealthy. `ignored_xids` None: all XIDs are ignored."""
 
     ignored_xids: frozenset[int] | None = APPLICATION_XIDS
     good_readings: int = 3

@@ -48,7 +48,7 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor waits for the end of each call."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at the start, and whenever the node's GPUs may have changed; `health_changed` was called with their health before."""
+        """Called at the start, and whenever the node's GPUs may have changed, after `health_changed` with their health."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
         """Called when a state, a reason or a message has changed, with the health by UUID of all GPUs, also of GPUs that the last snapshot

@@ -92,7 +92,7 @@ class NvmlWorker:
         return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
-        """`fn`'s result on a thread, or its error. `gpu`: the GPU that its NVML calls are about.
+        """Calls `fn` on a thread; returns its result or raises its error. `gpu`: the GPU that its NVML calls are about.
 
         Raises NvmlError (GpuHangs) after `timeout_seconds`, or if an earlier call about this GPU hangs.
         """

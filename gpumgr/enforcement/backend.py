@@ -155,7 +155,7 @@ def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> History
 
 
 def unlimited_message(tenant: GpuShare, why: str) -> str:
-    """The sentence for the event of the container's pod."""
+    """The sentence for the pod's event."""
     cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
     return (
         f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
@@ -163,7 +163,7 @@ def unlimited_message(tenant: GpuShare, why: str) -> str:
     )
 
 
-#: A message names at most this number of the values that a container changed.
+#: A message names at most this many of the values that a container changed.
 _NAMED: Final = 3
 
 
@@ -190,7 +190,6 @@ class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def able(self) -> Strengths:
-        """The mechanisms that the node can use."""
         return {name: limits for name, limits in self.strengths.items() if name not in self.obstacles}
 
     def limits(self, gpu: Gpu) -> GpuLimits:

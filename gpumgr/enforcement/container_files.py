@@ -162,7 +162,7 @@ class BoundedFolders:
 
 
 def _on_host(folder: Path) -> bool:
-    """Whether the host has the mount; False if the agent may not read the host's mounts."""
+    """False also if the agent may not read the host's mounts."""
     try:
         return f" gpumgr-{folder.name} " in Path("/proc/1/mountinfo").read_text(errors="surrogateescape")
     except OSError:

@@ -232,7 +232,7 @@ class Enforcer:
 
     @contextlib.contextmanager
     def _retried(self, warn: Callable[..., object], event: str, **fields: str) -> Iterator[None]:
-        """Logs an error in the block instead of raising it, since a later call repeats the work. An error is logged once in a row."""
+        """Logs an error in the block instead of raising it, since a later call repeats the work. The same error in a row is logged once."""
         work = (event, *fields.values())
         try:
             yield
@@ -246,17 +246,13 @@ class Enforcer:
     # -- start of the agent, and removal -----------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[tuple[GpuShare, Mechanisms]]) -> None:
-        """Takes over, after the agent's start, what an earlier process left for these containers."""
         for name, backend in self.backends.items():
             with self._retried(log.warning, "enforcement_not_recovered", backend=name):
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Ends daemons that no allocation needs, and removes files that no process has mounted, `orphan_grace_seconds` after their
-        allocation is gone. `known` returns the allocations that exist now.
-
-        Returns the seconds until the next call is due; None if nothing waits.
-        """
+        """Like `Backend.tend`. Also removes the files of an allocation that is gone for `orphan_grace_seconds`, unless a process has them
+        mounted."""
         later = [await backend.tend(known) for backend in self.backends.values()]
         now = self._clock()
         self._starting = {key: lock for key, lock in self._starting.items() if key in known() or lock.locked()}

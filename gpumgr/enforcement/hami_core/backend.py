@@ -32,9 +32,9 @@ REGION_IN_CONTAINER: Final = "/usr/local/vgpu/region.cache"
 DEFAULT_REGION_IN_CONTAINER: Final = "/tmp/cudevshr.cache"
 #: A folder in run_dir.
 FOLDER: Final = "hami-core"
-#: The library's own default (CUDA_REDIRECT).
+#: The library looks for itself there, unless CUDA_REDIRECT names another path.
 _LIBRARY_IN_CONTAINER: Final = Path("/usr/local/vgpu/libvgpu.so")
-#: When a refused library is tried again.
+#: A refused library is tried again after this time.
 RETRY_SECONDS: Final = 300.0
 _UNSET: Final = (
     "no libvgpu.so is installed (`gpumgr install library`, or the chart's enforcement.hamiCore.image) or set (hami_core.library_path and "

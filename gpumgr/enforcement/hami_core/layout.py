@@ -1,6 +1,7 @@
 """Layout 1.2 of HAMi-core's region, a file with limits and use, for libraries since HAMi v2.8.2.
 
-It is for 64-bit little-endian glibc, 16 devices and 1024 slots, one for each process. Offsets are in bytes, in a slot from its beginning.
+It is for 64-bit little-endian glibc, 16 devices and 1024 slots, one for each process. Offsets are in bytes; in a slot they count from its
+beginning.
 """
 
 import struct

@@ -33,7 +33,7 @@ from gpumgr.ledger.gpu_share import GpuShare, SharedGpu
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node_use import AllocationOnGpu, TurnUse
 
-#: For containers, and for the agent itself.
+#: LIBRARY is for containers, ARBITER for the agent itself.
 LIBRARY: Final = "libgpumgr.so"
 ARBITER: Final = "libgpumgr-arbiter.so"
 #: Where the library looks for its pages (PLACE in process.c).
@@ -164,7 +164,6 @@ class Limiter(PreloadedBackend[PageMonitor]):
             self._monitors[tenant.allocation] = self._monitor(files)
 
     def _observe(self, running: Sequence[RunningContainer]) -> list[Finding]:
-        """Also restores what a container changed."""
         return [
             finding
             for each in running

@@ -14,7 +14,7 @@ from gpumgr.enforcement import cuda_client
 from gpumgr.placement.devices import GpuProcess
 
 _TIMEOUT_SECONDS: Final = 10.0
-#: When a failed measurement is repeated.
+#: A failed measurement is repeated after this time.
 _RETRY_SECONDS: Final = 600.0
 
 log = structlog.get_logger(__name__)

@@ -113,7 +113,7 @@ class PageMonitor(Monitor):
         return self._on_pages(lambda files: files.suspended)
 
     def asks_for_resume(self) -> bool:
-        """Whether a held call asks for the container's resume. The container can forge it."""
+        """See `PageFiles.resume_requested`."""
         return self._on_pages(lambda files: files.resume_requested)
 
     def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
@@ -285,7 +285,6 @@ class PageMonitor(Monitor):
 
 
 def _host_pid(slot: Slot, hosts: Mapping[Identity | None, int]) -> int | None:
-    """The host pid of the slot's process; None: not among `hosts`."""
     if slot.namespace:
         return hosts.get(Identity(slot.namespace, slot.pid))
     return next((pid for found, pid in hosts.items() if _is_of(slot, found)), None)

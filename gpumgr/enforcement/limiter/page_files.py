@@ -81,7 +81,6 @@ class PageFiles:
         return [name for name, _, _ in words]
 
     def in_turns(self) -> Sequence[bool]:
-        """For each GPU, whether launches need a turn."""
         return pages.decode_in_turns(self.limits.read_at(0, self.limits.size_bytes), len(self.written))
 
     def counts(self) -> Sequence[CountedOnGpu]:
@@ -89,7 +88,6 @@ class PageFiles:
 
     @property
     def suspended(self) -> bool:
-        """Whether CUDA calls wait before they enter the driver."""
         return pages.decode_suspended(self.limits.read_at(0, self.limits.size_bytes))
 
     def suspend(self) -> None:

@@ -219,7 +219,7 @@ def resume_requests_word() -> tuple[int, bytes]:
 
 
 def decode_resume_requested(head: bytes) -> bool:
-    """Whether a call has waited since the last suspension began; `head` as for `decode_counts`."""
+    """`head` as for `decode_counts`."""
     return bool(_UseHead.from_buffer_copy(head).resume_requests)
 
 

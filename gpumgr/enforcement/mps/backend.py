@@ -251,7 +251,7 @@ class Mps(Backend):
         return self._kept
 
     async def end_clients(self, pids: Mapping[str, Collection[int]]) -> None:
-        """Terminates the work of daemons' clients. `pids`: UUID of the GPU -> processes, also others."""
+        """Terminates the work of daemons' clients. `pids`: UUID of the GPU -> processes, which need not be clients."""
         await asyncio.gather(*(self._end_clients(each, pids[each.uuid]) for each in self.daemons() if each.uuid in pids))
 
     async def _end_clients(self, daemon: Daemon, pids: Collection[int]) -> None:
@@ -265,8 +265,8 @@ class Mps(Backend):
         return await self._supervisor.end_idle(known) if self._supervisor is not None else None
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
-        """The MPS servers of gpumgr's daemons, also of ended ones. An exiting server can't be recognized, although NVML still lists it, so
-        the answers for the last sample's processes are kept."""
+        """The MPS servers of gpumgr's daemons, also of daemons that have ended. An exiting server can't be recognized, although NVML still
+        lists it, so the answers for the last sample's processes are kept."""
         pipes = [each.folder.pipe for each in self.daemons()]
         known = self._servers
         self._servers = {each: known[each] if each in known else processes.is_server(each[0], pipes) for each in started.items()}
@@ -308,8 +308,6 @@ def answer(
     NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last. Then the pod's
     processes and the server share no memory: NVIDIA's guide shows such clients for protocol 3; whether they work in protocol 2 is not
     known.
-
-    The annotation vcuda-core-limit has no effect: MPS has no limit that is lifted while other containers are idle.
     """
     gpu = tenant.only_gpu("MPS")
     if kind == "memory":

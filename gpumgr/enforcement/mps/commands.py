@@ -152,7 +152,7 @@ def set_bound(server: int | None, cores: int, memory_bytes: int) -> tuple[Comman
 
 
 def _server_words(server: int | None) -> tuple[str, str]:
-    """(the argument that selects the server, "default_" in the command's name for future servers)."""
+    """Returns the argument that selects the server, and the part of the command's name for future servers."""
     return (f" {server}", "") if server is not None else ("", "default_")
 
 
@@ -166,7 +166,7 @@ def bounds_of(servers: Sequence[int | None]) -> Command:
 
 
 def parse_bounds(servers: Sequence[int | None], answer: str) -> Mapping[int | None, str]:
-    """Each server's two lines; empty if the number of lines does not match."""
+    """server -> its two lines; empty if the number of lines does not match."""
     lines = answer.splitlines()
     if len(lines) != 2 * len(servers):
         return {}

@@ -63,7 +63,8 @@ class Daemon:
     """`home`: the folder of a daemon that starts now. `trouble`: why it can't be used. `clients`: pid -> namespace (None in protocol 2).
     `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: found at the last check or
     later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `hang`: a sentence if new clients hang.
-    `silent`: the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are the clock's."""
+    `silent`: the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the
+    clock."""
 
     uuid: str
     home: GpuFolder
@@ -209,7 +210,7 @@ class Daemon:
         return Namespaces() if self.config.protocol == 3 else Bounds()
 
     async def _limit(self, allocations: Collection[AllocationId], *, anew: bool = True) -> None:
-        """Sets the limits of these containers (protocol 3) or of all clients (2). `anew`: also limits that were set already."""
+        """Sets the limits of these containers in protocol 3, of all clients in protocol 2. `anew`: also limits that were set already."""
         await self._limits.put(self._daemon_client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:

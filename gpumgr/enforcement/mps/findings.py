@@ -22,7 +22,7 @@ _USERS_OF: Final = 16
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU's daemon at its last check. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `multiuser`: the
-    server serves all users. `server_user`: the server's; None: no server runs. `suspects`: the containers that may have caused
+    server serves all users. `server_user`: the server's user id; None: no server runs. `suspects`: the containers that may have caused
     `tampering`."""
 
     protocol: MpsProtocol
@@ -47,7 +47,7 @@ def unserved(running: RunningContainer, view: View) -> bool:
 
 
 def judge(running: RunningContainer, view: View, users: Collection[int], lasting: Collection[int]) -> Iterator[Finding]:
-    """`users`: of an unserved container's processes. `lasting`: processes that were outside MPS in several checks."""
+    """`users`: the user ids of an unserved container's processes. `lasting`: processes that were outside MPS in several checks."""
     tenant = running.tenant
     who, gpu = tenant.describe(), tenant.gpus[0].name
     if view.trouble is not None:
@@ -140,6 +140,6 @@ class Observer:
         )
 
     def _suspects(self, allocations: Collection[AllocationId], tampering: Tampering) -> list[GpuShare]:
-        """The GPU's containers that may have tampered: those with a process, of the host's root if only root can tamper."""
+        """The containers on the GPU with a process that may have tampered: if only root can, a process of the host's root."""
         there = [self._latest[name] for name in sorted(allocations) if name in self._latest]
         return [each.tenant for each in there if any(not tampering.root_only or processes.user_of(pid) == 0 for pid in each.pids)]

@@ -174,7 +174,7 @@ class DaemonRecords:
 
     def _put(self, uuid: str, record: Record) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a reboot invalidates it anyway
+        replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a record of an earlier boot is ignored
         self._known[uuid] = record
 
 

@@ -19,7 +19,7 @@ LaunchMethod = Literal["systemd", "host", "namespace", "plain"]
 
 #: For the shared memory of all containers on one GPU; the kernel accounts it to the container that uses it.
 SHM_BYTES: Final = 1 << 30
-#: When systemd ends a trial's CUDA program that the agent has given up.
+#: After this time systemd ends a trial's CUDA program for which the agent no longer waits.
 _CLIENT_SECONDS: Final = 60
 #: The mount namespace is enough: sockets are found by their paths, and the pod has the host's processes (hostPID).
 _ENTER: Final = ("nsenter", "--target", "1", "--mount", "--")

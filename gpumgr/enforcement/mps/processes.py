@@ -23,7 +23,7 @@ from gpumgr.enforcement import cuda_client
 from gpumgr.enforcement.mps.commands import SERVER
 
 _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
-#: Only root can connect to it.
+#: Only root can connect to this socket.
 _SOCKET: Final = "control_privileged"
 _STARTS_DAEMON: Final = frozenset({b"-d", b"-f", b"--daemon", b"--foreground"})
 CLIENT: Final = Path(cuda_client.__file__)

@@ -45,7 +45,7 @@ class Supervisor:
     def reconfigure(self, config: DaemonConfig) -> None:
         """Uses another control program, perhaps a newer one, of the same protocol."""
         self.config = config
-        for daemon in list(self._daemons.values()):  # `own_pids` adds some on another thread
+        for daemon in list(self._daemons.values()):  # `own_pids` may add one on another thread
             daemon.config = config
 
     def of(self, uuid: str) -> Daemon:
@@ -104,7 +104,7 @@ class Supervisor:
         return min(due, default=None)
 
     async def _end(self, daemon: Daemon, *, known: Callable[[], Collection[AllocationId]]) -> None:
-        if _in_use(daemon, known()):  # by now
+        if _in_use(daemon, known()):  # a container may have begun to use it
             return
         try:
             await daemon.stop()
@@ -131,5 +131,5 @@ def _in_use(daemon: Daemon, known: Collection[AllocationId]) -> bool:
         recorded = frozenset(daemon.folder.allocations())
         daemon.unused = frozenset(each for each in recorded if each not in known)
         return daemon.unused != recorded
-    except OSError:  # perhaps records of running containers
+    except OSError:  # the records may be of running containers
         return True
