@@ -102,9 +102,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 class Nvml(Session):
     """The agent's calls of NVML. Only one instance is open at a time in a process.
 
-    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no
-    driver, and DriverMismatchError if only a new process can continue. Readings of a GPU do not depend on errors and hangs of others.
-    Changes of MIG have a longer timeout, and other calls about the GPU wait for their end.
+    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no driver,
+    and DriverMismatchError if only a new process can continue. Changes of MIG have a longer timeout, and other calls about the GPU wait for
+    their end.
 
     `library_path` None: the system's loader finds libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted. `unreported_memory_bytes`:
     the assumed memory of a GPU for which the driver reports none.

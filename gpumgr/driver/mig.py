@@ -1,7 +1,7 @@
 """MIG: reads the mode, the MIG devices and the profiles of a GPU, and changes mode and devices. All functions block.
 
-A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. If a step fails, a GPU instance without a
-compute instance may be left. It occupies memory slices, so it is destroyed when a new MIG device needs them.
+A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. A step that fails may leave a GPU instance
+without a compute instance. It occupies memory slices, so it is destroyed when a new MIG device needs them.
 
 Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
 after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".

@@ -1,11 +1,11 @@
 """The loop that reads the GPUs through NVML: waits for the driver, takes samples, and determines the health.
 
 Invariants:
-* Without a driver the monitor waits, since one may be installed later. It logs each outage once.
+* Without a driver the monitor waits, since one may be installed later, and logs the outage once.
 * An error of one GPU affects only that GPU. All GPUs are unhealthy only while NVML as a whole is down.
 * While NVML lists no GPU, or fewer than sysfs has, the session is opened again from time to time.
-* A GPU that was listed once stays known. It is unhealthy ("missing") until it is listed again.
-* While the session is closed for another program, nothing is read and no health changes. This is no outage.
+* A GPU that was listed once stays known, as unhealthy ("missing") while it is not listed.
+* While the session is closed for another program, nothing is read and no health changes.
 * `run` raises only DriverMismatchError: a process can't load the library twice, so the agent must end.
 """
 

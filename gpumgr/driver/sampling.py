@@ -2,7 +2,7 @@
 
 A process's utilization is the mean of the driver's samples since the last reading. The driver has no samples of a process that ran nothing,
 and its sampling period is 1/6 s to 1 s (NVML's reference). So a process without a new sample keeps its last value for one period. Drivers
-are known to return entries of no process, percentages of billions, and repeated entries; the wall clock may be set back.
+also return entries of no process, percentages of billions, and repeated entries.
 """
 
 import time

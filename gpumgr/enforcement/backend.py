@@ -1,10 +1,10 @@
 """The interface of an enforcement mechanism, the backend "none", and the choice of a node's mechanisms.
 
 Calls for one container: `prepare` at Allocate; `start` before every start of the container; `observe` and `adjust` after each sample of the
-GPUs' use; `cleanup` when the allocation is gone and no process is left. The agent may restart at any point: `recover` takes over what is on
-disk or in separate processes.
+GPUs' use; `cleanup` when the allocation is gone and no process is left. After a restart of the agent `recover` takes over what is on disk
+or in separate processes.
 
-The operator's settings choose the mechanisms of a share; nothing that a pod's owner can write counts. `auto` uses the driver's own memory
+Only the operator's settings choose the mechanisms of a share, nothing that a pod's owner can write. `auto` uses the driver's own memory
 limits where the node has them, and gpumgr's limiter for everything else.
 """
 
@@ -34,9 +34,9 @@ class Backend:
     """One mechanism. Callers use `unavailable` and `start`; subclasses override `check_node` and `put_limits`.
 
     No method blocks the event loop for longer than reading or writing a small file. Coroutines run concurrently for different containers,
-    but never `start` and `cleanup` of one container. `limits`: what the mechanism limits on this node, and how strongly; each call of
-    `unavailable` may change it. `adjustable`: it can change the limits of a running container. `running_keep_limits`: only new programs get
-    the changed limits.
+    but never `start` and `cleanup` of one container. `limits`: what the mechanism limits on this node, and how strongly, as of the last
+    `unavailable`. `adjustable`: it can change the limits of a running container. `running_keep_limits`: only new programs get changed
+    limits.
     """
 
     name: BackendName

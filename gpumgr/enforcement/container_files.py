@@ -1,11 +1,11 @@
 """Files that a container shares with the agent and can change in any way. All functions block.
 
-Such a file is not mapped into memory: a process that reads a mapping of a truncated file is killed. The descriptor stays open, so that the
-agent uses the file that the container got.
+Such a file is not mapped into memory, since a process that reads a mapping of a truncated file is killed. Its descriptor stays open, so
+that the agent uses the file that the container got.
 
-A container can enlarge its file, so each folder is a tmpfs of its own, of limited size. The container's runtime mounts the file on the
-host, so the host must see the tmpfs: the agent runs in the host's mount namespace or in a pod with "Bidirectional" propagation of run_dir,
-or asks systemd to mount the tmpfs. Source: mount(2), mount_namespaces(7).
+A container can enlarge its file, so each folder is a tmpfs of its own, of limited size. The host must see this mount, since the container's
+runtime mounts the file there: the agent runs in the host's mount namespace or in a pod with "Bidirectional" propagation of run_dir, or asks
+systemd to mount. Source: mount(2), mount_namespaces(7).
 """
 
 import ctypes
@@ -123,9 +123,9 @@ class BoundedFolders:
         self._logged = False
 
     def renew(self, folder: Path) -> None:
-        """Mounts an empty tmpfs at the folder, which has the allocation's name, or leaves it plain. Raises OSError.
+        """Mounts an empty tmpfs at the folder, or leaves it plain. Raises OSError.
 
-        The former tmpfs stays while its container has a file of it mounted. The mount's source has the allocation's name too, so that
+        The former tmpfs stays while its container has a file of it mounted. The mount's source has the allocation's name, so that
         `mounted_names` finds it for each process with a file of the tmpfs.
         """
         self.remove(folder)

@@ -78,10 +78,10 @@ class Identities:
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """The names that the mount table of any process has: in the path of a mounted file or folder, or in the name of its file system.
+    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
 
-    A mount of a whole file system does not count, since only the agent mounts one. Blocks for some milliseconds.
-    Raises OSError if a process is hidden from the agent, since it may have any of the folders mounted.
+    A mount of a whole file system does not count, since only the agent makes one. Blocks for some milliseconds. Raises OSError if a process
+    is hidden from the agent, since it may have any of the folders mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):

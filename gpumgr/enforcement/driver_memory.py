@@ -1,16 +1,13 @@
-"""Backend "nvml-memory": the driver's own limit on the GPU memory of a container's cgroup.
+"""Backend "nvml-memory": the NVIDIA driver (615 and newer) limits the GPU memory of a container's cgroup, through the kernel's dmem
+controller.
 
-The NVIDIA driver (615 and newer) accounts device memory to cgroups through the kernel's dmem controller. Beyond the hard limit an
-allocation fails with CUDA's out-of-memory error, and cuMemGetInfo shows the limit as the total. Nothing is put into the container. Neither
-cores nor managed memory in the host's memory are limited.
+Beyond the hard limit an allocation fails with CUDA's out-of-memory error. Neither cores nor managed memory in the host's memory are
+limited. No soft limit (a guarantee) is set. The driver would also add it to the cgroup's ancestors, and it would stay there, since the
+runtime removes the cgroup before it could be set to 0. It is not needed, because the hard limits leave each container its share.
 
-Only the hard limit is set, and removed with the cgroup. A soft limit (a guarantee) would also be added to the cgroup's ancestors, and stay
-there, since the runtime removes the cgroup before it could be set to 0. The guarantee is not needed: the sum of all shares fits the GPU,
-and the hard limits leave each container its share, also during a burst.
-
-The cgroup exists only while the container exists, so the limit is set when the running container is first listed. The kernel silently
-refuses a limit below the present use, so each limit is read back. A container that the runtime does not list never gets its limit, so no
-container starts while the runtime is not available.
+A cgroup exists only while its container runs, so the limit is set when the container is first listed. The kernel silently refuses a limit
+below the present use, so each limit is read back. A container that the runtime does not list gets no limit, so none starts while the
+runtime is not available.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
@@ -60,8 +57,8 @@ class MemoryLimits(Protocol):
 
 
 class _Limit(msgspec.Struct):
-    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force (None: one is). `kept`: why the driver keeps
-    the higher limit of a burst. `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
+    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force. `kept`: why the driver keeps the higher limit
+    of a burst. `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None

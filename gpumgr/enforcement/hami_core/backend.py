@@ -1,8 +1,8 @@
 """Backend "hami-core": the operator's libvgpu.so runs in the container and limits cores and memory; a region file has the limits.
 
-The region is mounted twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path. So a process without that
-variable has the same limits, and the container can't replace the file. Each start writes a new file: a container can't start with a region
-of another library version, or with slots of the former container.
+The region is mounted twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path for processes without that
+variable. The container can't replace a mounted file. Each start writes a new file, since a container can't start with a region of another
+library version, or with slots of the former container.
 """
 
 import asyncio

@@ -103,8 +103,8 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 class RegionView(msgspec.Struct, frozen=True, kw_only=True):
     """A region at one time. `slots`: the live and the stuck ones. `postinit`: a semaphore, 0 while a process looks for its host pid.
-    `postinit_waiters`: the processes that wait for it, and perhaps killed ones. `recent_kernel`: above 0 after a launch, below 0 while
-    launches must wait. `problem`: a value that only the container can have written."""
+    `postinit_waiters`: the processes that wait for it, and perhaps killed ones. `recent_kernel`: above 0 after a launch; launches wait
+    while it is below 0. `problem`: a value that only the container can have written."""
 
     limits_bytes: tuple[int, ...]
     core_limits_percent: tuple[int, ...]

@@ -1,8 +1,8 @@
 """What the agent writes into regions (see `region`). Pure.
 
 A repair writes one word: a granted limit, or what the library can't repair (a host pid, the lock of a killed process). `recent_kernel`
-implements priorities: launches of a container wait while a container with a lower priority number launches on the same GPU. The library
-uses this word only in containers with a limit of cores. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
+implements priorities, in containers with a limit of cores: launches wait while a container with a lower priority number launches on the
+same GPU. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
 """
 
 import struct
@@ -66,7 +66,7 @@ def drifted(seen: RegionView, wanted: RegionLimits) -> Iterator[Repair]:
 
 
 def wrong_hosts(seen: RegionView, hosts_of: HostsOf) -> Iterator[tuple[int, bool, Repair]]:
-    """Yields (right host pid, whether the slot must be left alone for now, repair) for each slot without the right host pid, since then the
+    """Yields (right host pid, whether the slot must be left alone for now, repair) for each slot without the right host pid. Without it the
     library does not limit the process's cores.
 
     A pid with several candidates (nested pid namespaces) is skipped. A stuck slot is left alone, because its host pid shows whether its

@@ -22,9 +22,9 @@ class _Figures(ctypes.Structure):
 
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant's figures since it was added. `held_ns`: the GPU time charged to it. `waited_ns`: the time in which a thread of it waited
-    for a turn, in steps of at most 5 ms. `overruns`: turns that the arbiter ended while the tenant's work still ran. `spoiled`:
-    how often its page `turn` was damaged and restored."""
+    """One tenant's figures since it was added. `held_ns`: GPU time charged to it. `waited_ns`: time in which a thread of it waited for a
+    turn, in steps of at most 5 ms. `overruns`: turns that ended while its work still ran. `spoiled`: how often its page `turn` was damaged
+    and restored."""
 
     held_ns: int
     waited_ns: int

@@ -1,9 +1,9 @@
-"""Backend "limiter": gpumgr's own library runs in each process of the container. It counts memory before it asks the driver, and holds
-launches until the arbiter gives the container its turn.
+"""Backend "limiter": gpumgr's own library in each process of the container counts memory before it asks the driver, and holds launches
+until the arbiter gives the container its turn.
 
 The library, the list that preloads it, and the pages (small files through which agent, arbiter and library communicate) are mounted below
-/etc. The kubelet reuses the mounts of the first answer, so a restarted container gets the same copy of the library. The pages' names have a
-version, so an updated agent can serve an older library. Without an agent the library limits the container by itself.
+/etc. A restarted container gets the same copy of the library, since the kubelet reuses the mounts of the first answer. So the pages' names
+have a version. Without an agent the library limits the container by itself.
 """
 
 import asyncio

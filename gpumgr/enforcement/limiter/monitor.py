@@ -183,8 +183,8 @@ class PageMonitor(Monitor):
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
         """The bytes that the driver uses for the container beyond the library's count.
 
-        The driver's figure was taken between the last count and this one, so its differences to both are computed. The result falls at
-        once to the larger difference. It rises only to the least of the recent smaller ones, since freed memory must not count as used.
+        The driver's figure was taken between the last count and this one, so its differences to both are computed. The result falls at once
+        to the larger one. It rises only to the least of the recent smaller ones, since freed memory must not count as used.
         """
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:

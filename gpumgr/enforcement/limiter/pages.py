@@ -1,7 +1,7 @@
-"""The content of a container's pages (files that it shares with the agent) as values, in the layout of pages.h. Pure.
+"""A container's pages (files that it shares with the agent) as values, in the layout of pages.h. Pure.
 
 Agent and arbiter write `limits`. The container can write any bytes into `use` (a slot for each process) and `turn` (by which the arbiter
-gives containers turns to run kernels), so limits are never read from there.
+gives turns to run kernels), so limits are never read from there.
 """
 
 import ctypes

@@ -44,7 +44,8 @@ class Mps(Backend):
     """`state_dir`: on a disk. `run_dir`: on a tmpfs. `method`: how daemons are started. `cuda_library`: libcuda's name or path, for trials
     of new clients.
 
-    Answers to the kubelet must not depend on other mechanisms, so a container with nvml-memory gets the same memory limit from both.
+    A container with nvml-memory gets the same memory limit from both mechanisms, since answers to the kubelet must not depend on other
+    mechanisms.
     """
 
     name: BackendName = "mps"
@@ -296,18 +297,19 @@ def _whole(tenant: GpuShare) -> Share:
 def answer(
     tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
 ) -> ContainerResponse:
-    """MPS's part of the answer to Allocate. Pure. `root` has one folder for each GPU; `limits`: what MPS limits. Raises Refusal for several
-    GPUs: each has its own daemon, and a process uses only one.
+    """MPS's part of the answer to Allocate. Pure. `root`: has one folder for each GPU. `limits`: what MPS limits. Raises Refusal for
+    several GPUs, since each has its own daemon, and a process uses only one.
 
-    All clients must use the daemon's own path of the pipe folder (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). It is mounted
-    read-only, as NVIDIA's container toolkit does: sockets and pipes work, but root in a container can't make links where the daemon, which
-    is root on the host, opens its files next time. In protocol 3 only the folder of the container's namespace is mounted: the socket
+    All clients must use the daemon's own path of the pipe folder (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). The folder is mounted
+    read-only, as by NVIDIA's container toolkit: sockets and pipes work, but root in a container can't make links where the daemon, which is
+    root on the host, opens its files next time. In protocol 3 only the folder of the container's namespace is mounted, because the socket
     determines the limits.
 
     CUDA's clients and servers share memory in /dev/shm, so the containers on a GPU and its daemon get the same small tmpfs, as with
-    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last. Then the pod's
-    processes and the server share no memory: NVIDIA's guide shows such clients for protocol 3; whether they work in protocol 2 is not
-    known.
+    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last. NVIDIA's guide shows
+    such clients for protocol 3; whether they work in protocol 2 is not known.
+
+    MPS ignores the annotation vcuda-core-limit: it has no limit that is lifted while other containers are idle.
     """
     gpu = tenant.only_gpu("MPS")
     if kind == "memory":
@@ -327,10 +329,10 @@ def answer(
 
 
 class UnlimitedMps(Unlimited):
-    """On a GPU with MPS only the daemon's clients get CUDA contexts, so exempt containers use the daemon, without limits. The backend `mps`
-    manages the daemons and the files of these containers.
+    """Exempt containers on a GPU with MPS, where only the daemon's clients get CUDA contexts. The backend `mps` manages their daemons and
+    files.
 
-    In protocol 2 the daemon's bound for all clients is the largest share on its GPU: with an exempt container, the whole GPU. Then the
+    In protocol 2 the daemon's bound for all clients is the largest share on its GPU. With an exempt container that is the whole GPU, so the
     others are limited by their environment alone.
     """
 

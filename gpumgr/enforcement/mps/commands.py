@@ -69,8 +69,8 @@ def is_help(text: str) -> bool:
 def choose_protocol(setting: ProtocolSetting, features: ControlFeatures, kept: MpsProtocol | None) -> MpsProtocol:
     """The node's protocol. `kept`: the protocol of the existing containers; None: there are none. Raises MpsError.
 
-    The protocol stays while any container has it: what a container got at its start (the daemon's folder and limits in its environment, or
-    the folder of a namespace) can't be changed, not even by a reboot. A drained node gets the newer protocol.
+    The protocol stays while any container has it, because what a container got at its start can't be changed, not even by a reboot. A
+    drained node gets the newer protocol.
     """
     wanted = kept or PROTOCOLS.get(setting, max(features))
     if wanted not in features:

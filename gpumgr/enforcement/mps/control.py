@@ -119,7 +119,7 @@ def _run(
 ) -> tuple[int, str]:
     """Exit status and output, which is empty if `output` is the caller's file. Raises MpsTransientError.
 
-    The program gets none of the agent's CUDA_ variables. It has its own session, so that no signal to the agent's session reaches it; after
+    The program gets none of the agent's CUDA_ variables, and a session of its own, which no signal to the agent's session reaches. After
     the time limit the session's processes are killed, except a daemon that has left it.
     """
     given = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")} | {**environment}

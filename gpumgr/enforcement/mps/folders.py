@@ -1,12 +1,12 @@
 """What gpumgr keeps on disk about MPS: a folder and a record for each GPU with a daemon, and the node's protocol.
 
-The folder `<run_dir>/mps/<gpu uuid>/` has pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs: a reboot
-removes these files and ends the daemons. Files are JSON. Unknown fields are ignored. A file that can't be decoded is reported and counts as
-missing, but `allocations` lists its name.
+The folder `<run_dir>/mps/<gpu uuid>/` has pipe, log, shm and tenants (the shares of its containers). run_dir is on a tmpfs, so a reboot
+removes these files, as it ends the daemons. A JSON file that can't be decoded is reported and counts as missing, but `allocations` lists
+its name.
 
 The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. It is not in the folder, because a
-restarted agent may have another or an emptied run_dir: it would record its own mode as the former one, and start a second daemon. A boot
-ends daemons and resets compute modes, so records of an earlier boot are ignored.
+restarted agent may have another run_dir: it would take its own mode for the former one, and start a second daemon. A boot ends daemons and
+resets compute modes, so records of an earlier boot are ignored.
 """
 
 import os
@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a container was granted; `cores` in percent. Only in protocol 3: `older` has the processes that started before the last change,
-    each with its memory limit; `former_bytes`, during a change, is the largest memory limit that a program may have got before."""
+    """What a container was granted; `cores` in percent. Only in protocol 3: `older` has the processes from before the last change, each
+    with its memory limit; `former_bytes`, during a change, is the largest memory limit that a program may have got before."""
 
     cores: int
     memory_bytes: int

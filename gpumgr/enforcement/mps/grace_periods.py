@@ -41,8 +41,8 @@ class GracePeriods:
         """Notes when a deleted pod is due.
 
         The kubelet counts `grace_seconds` from when it sees the deletion, about when the agent does. The deletion's timestamp (`ends_at`)
-        has only whole seconds of the API server's clock, so the later end counts. After the agent's start only the timestamp is known. The
-        deletion of a mirror pod does not end its static pod.
+        has only whole seconds of the API server's clock, so the later end counts. After
+        the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod.
         """
         if after is None:
             if before is not None:

@@ -1,12 +1,10 @@
 """Command lines that start a GPU's MPS daemon so that it outlives the agent, with the GPU's own folder as its /dev/shm.
 
-systemd    in a transient service: processes of the agent's own service end with it (KillMode=mixed), and its sandbox allows neither mounts
-           nor new namespaces.
-host       the same from a pod, in the mount namespace of the host's first process: the agent's container has neither systemd's programs nor
-           its sockets, and its processes end with it.
-namespace  in a mount namespace of its own, on a host without systemd. Unmounts on the host propagate into it ("slave"), so that it does not
-           keep pods' volumes mounted.
-plain      as a plain process with the host's /dev/shm, if the agent is not root.
+systemd    in a transient service: the agent's own service ends its processes (KillMode=mixed) and allows neither mounts nor namespaces
+host       the same from a pod, in the mount namespace of the host's first process: the pod has no systemd, and ends its processes
+namespace  in a mount namespace of its own, on a host without systemd; unmounts on the host propagate into it ("slave"), so that it
+           does not keep pods' volumes mounted
+plain      as a plain process with the host's /dev/shm, if the agent is not root
 """
 
 import os

@@ -2,8 +2,8 @@
 for each container.
 
 The bound is the largest of all shares; a client's own environment can only lower it. A container can change limits through the daemon's
-control socket (in protocol 3 only as root), so later answers of the daemon are compared with the one right after limits were set. They are
-compared as text, since drivers print numbers differently.
+control socket (in protocol 3 only as root), so they are compared with the daemon's answer right after they were set: as text, since drivers
+print numbers differently.
 """
 
 import contextlib
@@ -131,11 +131,11 @@ class Namespaces(msgspec.Struct):
         self._set.pop(name, None)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
-        """Sets limits again that were changed, or for which the daemon's answer is not known after a restart of the agent. Raises MpsError.
+        """Sets limits again that were changed, or for which the daemon's answer is not known after a restart of the agent. Deletes
+        namespaces of ended containers and foreign ones: a few at each check, since a container can make thousands. Raises MpsError.
 
         Returns what a container changed, without limits that gpumgr was changing (`former_bytes`: the agent may have ended in the middle),
-        and after a restart without namespaces that are missing or within the grant. Deletes namespaces of ended containers and foreign
-        ones: a few at each check, since a container can make thousands.
+        and after a restart without namespaces that are missing or within the grant.
         """
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}
