@@ -44,7 +44,6 @@ def set_limit(nvml: Binding, handle: Handle, cgroup: str, soft_bytes: int, hard_
 
 
 def read_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
-    """The current limit of a cgroup, without amounts if there is none."""
     try:
         return _query_limit(nvml, handle, cgroup)
     except CallError as exc:  # the driver's answer if neither the cgroup nor a parent was ever limited
@@ -246,7 +245,6 @@ class Nvml(Session):
         return await self._change_mig(uuid, lambda gpu: create_mig_instance(self._binding, gpu, profile, start))
 
     async def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]:
-        """The GPU's MIG devices; empty while MIG mode is off."""
 
         def read(gpu: Handle) -> tuple[MigInstance, ...]:
             return read_mig_instances(self._binding, gpu) if read_mig_enabled(self._binding, gpu) else ()

@@ -168,7 +168,6 @@ class HardwareEvents:
         self._nameless = frozenset(nameless)
 
     def _report_obstacle(self) -> None:
-        """Logs why the strategy `single` can't offer MIG devices, when the reason changes."""
         inventory, before = self._agent_state.inventory, self._mig_obstacle
         self._mig_obstacle = obstacle_of_single(inventory.snapshot.gpus) if inventory.mig_strategy == "single" else None
         if self._mig_obstacle and self._mig_obstacle != before:

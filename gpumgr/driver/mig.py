@@ -251,7 +251,6 @@ def _gpu_instances_of(nvml: Binding, devices: dict[str, Handle]) -> set[int]:
 
 
 def _compute_profile(nvml: Binding, instance: Handle, slices: int) -> int:
-    """The id of the compute instance profile with all `slices`."""
     for number in range(_COMPUTE_PROFILES):
         with unless_gone():
             info = nvml.ask("nvmlGpuInstanceGetComputeInstanceProfileInfo", instance, number, _SHARED_ENGINES, 1)

@@ -134,14 +134,12 @@ class Monitor:
             self._awaited -= 1
 
     def cordon(self, uuid: str, message: str) -> None:
-        """Takes the GPU out of service, even if it is not listed."""
         self._cordons[uuid] = message
         if uuid in self._health:
             self._health[uuid] = replace(self._health[uuid], cordon_reason=message)
         self._wake.set()
 
     def uncordon(self, uuid: str) -> None:
-        """Returns the GPU to service, after the usual probation."""
         self._cordons.pop(uuid, None)
         if uuid in self._health:
             self._health[uuid] = uncordoned(self._health[uuid], time.time())
@@ -206,7 +204,6 @@ class Monitor:
             pause = min(pause * 2, longest)
 
     async def _mark_down(self, message: str) -> None:
-        """Marks all GPUs unhealthy; logs and reports each outage once."""
         first, self._down = not self._down, True
         for uuid in self._health:
             self._observe(uuid, Failed(reason="nvml_down", message=message))

@@ -73,7 +73,7 @@ async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_second
 
 
 def _advice(output: str, uuid: str, program: str) -> str:
-    """The remedy if the GPU is in use. Persistence mode counts as a user (NVIDIA/NVSentinel issue 1690)."""
+    """Persistence mode counts as a user of the GPU (NVIDIA/NVSentinel issue 1690)."""
     if "in use by another client" not in output.lower():
         return ""
     return (

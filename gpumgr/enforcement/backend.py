@@ -141,7 +141,6 @@ class Unlimited(Backend):
 
 
 def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> HistoryEntry:
-    """The history's entry about a container without limits."""
     return HistoryEntry(
         what="event",
         id=tenant.allocation,
@@ -155,7 +154,6 @@ def not_enforced(tenant: GpuShare, pod_uid: str | None, message: str) -> History
 
 
 def unlimited_message(tenant: GpuShare, why: str) -> str:
-    """The sentence for the pod's event."""
     cores, mebibytes = sum(gpu.cores for gpu in tenant.gpus), sum(gpu.memory_bytes for gpu in tenant.gpus) >> 20
     return (
         f"nothing on this node keeps container {tenant.container or '?'} within its {cores} cores and {mebibytes} MiB of GPU memory "
@@ -193,7 +191,6 @@ class MechanismChoice(msgspec.Struct, frozen=True, kw_only=True):
         return {name: limits for name, limits in self.strengths.items() if name not in self.obstacles}
 
     def limits(self, gpu: Gpu) -> GpuLimits:
-        """The limits of new shares on the GPU, without overrides."""
         return gpu_limits(gpu, self.mechanisms, self.strengths, self.obstacles)
 
     def describe(self, gpus: Iterable[Gpu]) -> str:

@@ -16,7 +16,7 @@ VERSION: Final = "0.6.0"
 
 
 def device_name(allocation: AllocationId, gpu: GpuName | None = None) -> str:
-    """The fully qualified name of a device. `gpu`: only for a ResourceClaim."""
+    """`gpu`: only for a ResourceClaim."""
     return f"{KIND}={_short_name(allocation, gpu)}"
 
 
@@ -29,7 +29,6 @@ def file_name(allocation: AllocationId) -> str:
 
 
 def allocation_of(name: str) -> AllocationId | None:
-    """The allocation of a spec file; None for another file."""
     prefix, suffix = "gpumgr.io-gpu-", ".json"
     inside = name.startswith(prefix) and name.endswith(suffix)
     return name[len(prefix) : -len(suffix)] if inside else None

@@ -48,7 +48,6 @@ class SharedFile:
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> Self:
-        """The file that an earlier process of the agent made."""
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return cls(path, os.open(path.name, _FLAGS, dir_fd=parent), size_bytes)
@@ -147,7 +146,7 @@ class BoundedFolders:
         self._logged = True
 
     def remove(self, folder: Path) -> None:
-        """Unmounts what `renew` mounted. Raises OSError."""
+        """Raises OSError."""
         if not folder.exists():  # `_on_host` would find the mount of another mechanism
             return
         for _ in range(_MOST_MOUNTS):

@@ -28,7 +28,7 @@ class PidMap:
         self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
 
     def inside(self, pid: int) -> int | None:
-        """The pid in the container; None if the process is gone."""
+        """None if the process is gone."""
         found = self._inside.get(pid)
         if found is None and (found := self._pid_in_container_of(pid)) is not None:
             self._inside[pid] = found

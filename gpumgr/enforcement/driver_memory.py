@@ -47,9 +47,7 @@ log = structlog.get_logger(__name__)
 class MemoryLimits(Protocol):
     """The driver's functions. `cgroup`: full path of the cgroup's folder. All raise NvmlError."""
 
-    async def gpu_with_memory_limits(self) -> str:
-        """The UUID of a GPU on which the driver seems to limit the memory of cgroups."""
-        ...
+    async def gpu_with_memory_limits(self) -> str: ...
 
     async def set_memory_limit(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int | None) -> None: ...
 

@@ -61,7 +61,6 @@ def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> C
 
 
 def installed_path(folder: Path, sha256: str, name: str) -> Path:
-    """The path at which `install` puts a library."""
     return folder / sha256.lower() / name
 
 

@@ -138,7 +138,7 @@ class PreloadedBackend(Backend, Generic[_M]):
             install_preloaded(library, self._library_dir, self._path_in_container.name, str(self._path_in_container))
 
     def _new_folder(self, allocation: AllocationId) -> Path:
-        """The folder of a container that starts. Raises OSError."""
+        """Raises OSError."""
         # The closed monitor of the former start stays in `_monitors` until it is replaced: a running check must not open other files.
         if (old := self._monitors.get(allocation)) is not None:
             old.close()

@@ -202,7 +202,6 @@ class PageMonitor(Monitor):
         yield from self._outside(running.tenant, outside, _CHECKS_UNREGISTERED, "gpumgr's library")
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
-        """Reports processes that the library does not limit, too many processes, and CUDA functions that the library does not know."""
         faulty = [slot for slot in slots if slot.fault is not None]
         fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
         if fresh:

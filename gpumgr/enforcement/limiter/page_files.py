@@ -42,7 +42,6 @@ class PageFiles:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The files that an earlier process of the agent made."""
         return cls._of(lambda page, size_bytes: SharedFile.open(page_path(folder, page), size_bytes), new=False)
 
     @classmethod
@@ -73,7 +72,6 @@ class PageFiles:
                 yield f"the head of the page {page!r} was changed"
 
     def put_limits(self, wanted: Sequence[PageLimits]) -> list[str]:
-        """Writes the limits that differ, and returns their names."""
         words = pages.limits_words(self.limits.read_at(0, self.limits.size_bytes), wanted)
         for _, offset, data in words:
             self.limits.write(offset, data)

@@ -240,7 +240,6 @@ def slot_offset(index: int) -> int:
 
 
 def word_offset(gpu: int, slot: int) -> int:
-    """The offset in `turn` of a process's word for one GPU."""
     return _HEAD_BYTES + gpu * _TURN_GPU_BYTES + _TURN_GPU_HEAD_BYTES + 4 * slot
 
 

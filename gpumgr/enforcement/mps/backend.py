@@ -88,7 +88,6 @@ class Mps(Backend):
             log.debug("mps_unavailable", reason=str(error))  # an obstacle only if the settings choose MPS
 
     async def check_node(self) -> None:
-        """Finds the control program, and configures the daemons."""
         try:
             if (excess := socket_path_bytes(self._root) - MAX_PATH_BYTES) > 0:
                 raise MpsError(
@@ -174,7 +173,7 @@ class Mps(Backend):
         await self.admit(tenant, _share(tenant.only_gpu("MPS")))
 
     async def admit(self, tenant: GpuShare, share: Share) -> None:
-        """Limits the container to `share` of its GPU. Raises Refusal, MpsError, OSError."""
+        """Raises Refusal, MpsError, OSError."""
         gpu = tenant.only_gpu("MPS")
         if not gpu.uuid.startswith("GPU-"):
             raise Refusal("internal", f"MPS can't share {gpu.uuid}: it shares whole GPUs, not MIG devices")
@@ -274,7 +273,6 @@ class Mps(Backend):
         return frozenset(pid for (pid, _), is_server in self._servers.items() if is_server)
 
     def daemons(self) -> Sequence[Daemon]:
-        """The daemons that gpumgr started."""
         return self._supervisor.daemons() if self._supervisor else ()
 
     def restarts(self) -> Mapping[str, int]:

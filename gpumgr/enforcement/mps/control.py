@@ -63,7 +63,7 @@ class ControlProgram:
         return parse_help(plain, newer[1])
 
     async def query(self, command: Command, environment: Mapping[str, str]) -> str:
-        """The command's output. Raises MpsError."""
+        """Raises MpsError."""
         status, output = await self.communicate([str(self.program), *command.words], environment, command.text)
         if status or _NO_DAEMON in output or refusal_in(command, output):
             where = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
@@ -163,7 +163,6 @@ def _run(
 
 
 def shown(output: str) -> str:
-    """The beginning of a program's output, for a message."""
     return repr(" ".join(output.split())[:200]) if output.strip() else "no output"
 
 

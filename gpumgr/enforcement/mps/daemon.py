@@ -136,7 +136,6 @@ class Daemon:
         return frozenset(self.folder.allocations()) - self.unused - {*mine}
 
     def _is_healthy(self) -> bool:
-        """Whether the daemon answered at the last check and is still the same process."""
         return (
             self.trouble is None
             and self.process is not None
@@ -164,7 +163,7 @@ class Daemon:
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
-        """Ends a blocked daemon. Raises MpsError while other containers depend on it, and OSError."""
+        """Raises MpsError while other containers depend on a blocked daemon, and OSError."""
         if self.blocked is None:
             return
         if others := self._others(allocation):
@@ -194,7 +193,7 @@ class Daemon:
         return {each: limit_bytes for each, limit_bytes in older.items() if limit_bytes > share.memory_bytes}
 
     async def remove(self, allocation: AllocationId) -> None:
-        """Drops the record (always) and the limits of an ended container. Raises MpsError, OSError."""
+        """Drops the record, and then the limits, of an ended container. Raises MpsError, OSError."""
         self.folder.drop(allocation)
         if processes.find_daemon(self.folder.pipe, self.process) is not None:
             await self._limits.drop(self._daemon_client, self.folder.shares(), allocation)
@@ -213,7 +212,7 @@ class Daemon:
         await self._limits.put(self._daemon_client, self.folder.shares(), allocations, anew=anew)
 
     async def _restore_limits(self) -> Tampering | None:
-        """Corrects limits that a container changed. Raises MpsError, OSError."""
+        """Raises MpsError, OSError."""
         found = await self._limits.restore(self._daemon_client, await asyncio.to_thread(self.folder.shares), self.servers)
         if found is not None:
             log.warning("mps_limits_changed", gpu=self.uuid, what=found.what, containers=sorted(found.concerned), put_right=True)
@@ -325,7 +324,7 @@ class Daemon:
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")
 
     async def _list(self) -> Collection[str]:
-        """Lists servers and clients; returns the servers' names. Raises MpsError."""
+        """Returns the servers' names. Raises MpsError."""
         protocol = self.config.protocol
         named = commands.parse_servers(protocol, await self._daemon_client.run(commands.list_servers(protocol)))
         self.servers = tuple(pid for pid in named.values() if pid is not None)
@@ -388,7 +387,7 @@ class Daemon:
             log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=pid)
 
     async def end_clients(self, pids: Collection[int]) -> None:
-        """Terminates the work of the daemon's clients that are among `pids`. Raises MpsError."""
+        """`pids` need not be clients of the daemon. Raises MpsError."""
         if self.pid is None:
             return
         await self._list()
@@ -418,7 +417,7 @@ class Daemon:
         log.info("mps_daemon_stopped", gpu=self.uuid, pid=found and found[0])
 
     async def _quit(self, process: Process) -> None:
-        """Ends the daemon by its quit command, or else by signals. Raises MpsError."""
+        """Raises MpsError."""
         gone = False
         try:
             if not self.silent:

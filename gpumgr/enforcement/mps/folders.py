@@ -76,7 +76,7 @@ class GpuFolder:
                 os.unlink(os.path.join(folder, name))
 
     def ended_by_command(self, pid: int) -> bool:
-        """Whether the command `quit` ended this daemon: only then the log, which containers can't write, has this line. Raises OSError."""
+        """Whether the command `quit` ended this daemon, as its log shows, which containers can't write. Raises OSError."""
         try:
             with (self.log / "control.log").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -110,7 +110,7 @@ class GpuFolder:
 
 
 def gpu_folders(root: Path) -> Iterator[tuple[str, GpuFolder]]:
-    """(uuid, folder) of each GPU that has a folder. Raises OSError."""
+    """Raises OSError."""
     return ((name, GpuFolder(root / name)) for name in names_in(root) if GPU_UUID.match(name) and (root / name).is_dir())
 
 

@@ -41,8 +41,8 @@ class GracePeriods:
         """Notes when a deleted pod is due.
 
         The kubelet counts `grace_seconds` from when it sees the deletion, about when the agent does. The deletion's timestamp (`ends_at`)
-        has only whole seconds of the API server's clock, so the later end counts. After
-        the agent's start only the timestamp is known. The deletion of a mirror pod does not end its static pod.
+        has only whole seconds of the API server's clock, so the later end counts. After the agent's start only the timestamp is known. The
+        deletion of a mirror pod does not end its static pod.
         """
         if after is None:
             if before is not None:
@@ -73,7 +73,6 @@ class ClientsOfPods:
         self._mps, self._containers, self._ledger = mps, containers, ledger
 
     async def end(self, pods: Sequence[PodView]) -> None:
-        """Ends the clients of these pods, at the daemons of the GPUs that their containers were granted."""
         ledger, uids = self._ledger(), {pod.uid for pod in pods}
         index = AllocationIndex(ledger.allocations.values(), pods)
         daemons = {daemon.uuid for daemon in self._mps.daemons()}

@@ -24,8 +24,8 @@ _DELETED_AT_ONCE: Final = 8
 
 
 class Tampering(msgspec.Struct, frozen=True):
-    """What a container did through the daemon's control socket. `concerned`: the containers with changed limits. `root_only`: only a
-    process of root can do it."""
+    """What a container did through the daemon's control socket. `concerned`: the containers with changed limits. `root_only`: only root can
+    do it."""
 
     what: str
     concerned: frozenset[AllocationId]
@@ -66,8 +66,8 @@ class Bounds(msgspec.Struct):
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
-        """Sets the bound again if a container changed it, and reports that; also for a new server, to detect later changes. Raises
-        MpsError."""
+        """Sets the bound again if a container changed it, and reports that. Sets it also for a new server, so that later changes are
+        detected. Raises MpsError."""
         if not shares:
             return None
         found = await _read(daemon, servers)
@@ -125,7 +125,7 @@ class Namespaces(msgspec.Struct):
         self._set |= {name: (share.limits, found[name]) for name, share in new.items()}
 
     async def drop(self, daemon: DaemonClient, _: Shares, name: AllocationId) -> None:
-        """Deletes an ended container's namespace. Raises MpsError."""
+        """Raises MpsError."""
         if name in await _list(daemon):
             await daemon.run(commands.delete_namespace(name))
         self._set.pop(name, None)

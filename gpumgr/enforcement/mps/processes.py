@@ -64,7 +64,6 @@ def _listener_of(path: Path) -> int:
 
 
 async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
-    """Whether the process has ended in time."""
     deadline = time.monotonic() + patience_seconds
     while is_running(process):
         if time.monotonic() >= deadline:

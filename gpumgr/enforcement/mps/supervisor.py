@@ -57,7 +57,6 @@ class Supervisor:
         return [self.of(uuid) for uuid in self._records.uuids()]
 
     async def tick(self) -> None:
-        """Checks the daemons that are due."""
         now = self.config.clock()
         free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
         for daemon in (each for each in free if now - each.checked_at >= _CHECK_SECONDS):
