@@ -138,8 +138,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may run with these limits. A claim can be prepared again while its containers run. They would never see
-        new files, so the old ones must stay."""
+        """Whether a container may run with these limits. A claim can be prepared again while its containers run. Running containers never
+        see new files, so the old ones must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 

@@ -304,8 +304,8 @@ def answer(
     determines the limits.
 
     CUDA's clients and servers share memory in /dev/shm, so the containers on a GPU and its daemon get the same small tmpfs, as with
-    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last. NVIDIA's guide shows
-    such clients for protocol 3; whether they work in protocol 2 is not known.
+    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last, and then its clients
+    and the server share no memory. NVIDIA's guide shows such clients for protocol 3; whether they work in protocol 2 is not known.
 
     MPS ignores the annotation vcuda-core-limit: it has no limit that is lifted while other containers are idle.
     """

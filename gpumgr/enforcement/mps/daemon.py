@@ -61,9 +61,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True)
 class Daemon:
     """`home`: the folder of a daemon that starts now. `trouble`: why it can't be used. `clients`: pid -> namespace (None in protocol 2).
-    `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: what the last check found.
-    `idle_since`: since when no container uses it. `unused`: records of ended containers. `hang`: a sentence if new clients hang. `silent`:
-    the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the clock."""
+    `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: found at the last check or
+    later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `hang`: a sentence if new clients hang.
+    `silent`: the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the
+    clock."""
 
     uuid: str
     home: GpuFolder
