@@ -1,7 +1,7 @@
 """`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-`install library` does the same as config/image/hami-core/install.sh, an init container. The library's folder is named after its SHA-256,
-and a link selects one. Older copies stay, because a restarted container mounts the copy with which it was created.
+`install library` does the same as the init container of config/image/hami-core (install.sh there). The library's folder is named after its
+SHA-256, and a link selects one. Older copies stay, because a restarted container mounts the copy with which it was created.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Authorization: what each client may read or change. Pure.
 
-Clients on this host may read everything; only the unix socket, which root can open, accepts maintenance requests. Remote clients may read
-metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all others only
-the probes. Headers never decide a client's origin.
+Clients on this host may read everything; only the unix socket, which only root can open, accepts maintenance requests. Remote clients may
+read metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all others
+only the probes. Headers never decide a client's origin.
 
 The `Host` header of loopback clients is checked against DNS rebinding: a web page in a browser on this host can make its own name resolve
 to 127.0.0.1, but its requests have that name in `Host`.

@@ -3,7 +3,7 @@
 An unknown value is null. Samples from before the driver became unavailable are null, too.
 
 Pods of one name may follow each other. `uid` is the newest pod's UID, and each allocation and entry has the UID of its own pod. A static
-pod has its mirror pod's UID.
+pod has its mirror pod's UID; the kubelet's own UID means the same pod.
 """
 
 import sys
