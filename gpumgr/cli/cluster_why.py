@@ -1,7 +1,7 @@
 """Asks the scheduler about a pod through the API server, so that the command runs on any machine with a kubeconfig.
 
-The API server's proxy is a remote client of the scheduler, so it needs the token of http.token_file. `kubectl port-forward` needs none,
-because its requests arrive from the pod's own host.
+The API server's proxy is a remote client of the scheduler, so its requests need the token of http.token_file. Requests of
+`kubectl port-forward` need none, because they arrive from the pod's own host.
 """
 
 import asyncio
@@ -114,8 +114,8 @@ async def _ask(
 
 
 async def _answer(request: Callable[[str], AbstractAsyncContextManager[aiohttp.ClientResponse]], failed: str) -> dict[str, Any]:
-    """Tries HTTP, then HTTPS, because only an attempt shows whether the port serves TLS. Raises GpumgrError; without an answer it begins
-    with `failed`."""
+    """Tries HTTP, then HTTPS, because only an attempt shows whether the port serves TLS. Raises GpumgrError; without an answer its
+    message begins with `failed`."""
     failures = []
     for scheme in ("http", "https"):
         try:

@@ -100,7 +100,7 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
 
 
 async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:
-    """The MIG devices that the agent will destroy, because no container of the ledger has them."""
+    """With dynamic MIG: the MIG devices that the agent will destroy, because no container of the ledger has them."""
     try:
         instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
         loaded = await aside(lambda: read_checkpoint(checkpoint_dir))
