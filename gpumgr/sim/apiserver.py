@@ -1,13 +1,9 @@
-"""A simulated API server. It has what a node agent uses: lists, watches, patches, deletes and evicts the pods of one node.
+"""A simulated API server with what a node agent uses: it lists, watches, patches, deletes and evicts the pods of one node. Events, the node
+and access reviews are in `apiserver_objects`.
 
-Invariants:
-
-- Resource versions increase with every change. A watch from a version gets every later change, in order.
-- A watch from a version older than the recorded history gets an ERROR event with 410 Expired, as the real server sends it.
-- An outage loses nothing: changes during it are visible when the server is back at the same address.
+- A watch from a version gets every later change in order; from a version older than the history it gets an ERROR event, 410 Expired.
+- Changes during an outage are visible when the server is back, at the same address.
 - Requests in `forbidden` get 403, and a SelfSubjectAccessReview reports them as not allowed.
-
-Events, the node and access reviews are in `apiserver_objects`.
 """
 
 import asyncio
@@ -29,12 +25,12 @@ _PENDING: Final = PodStatus(phase="Pending")
 
 
 class SimApiServer:
-    """Stores the pods of one node and serves them on loopback, between `start` and `stop` (or as an async context manager).
+    """Serves on loopback between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. `routes` are served in addition. `on_delete` is called with the UID of a pod that a
-    client deleted or evicted. `requests` records the requests, as "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and
-    what `Written` records for events, the node and access reviews. `forbidden` has pairs such as ("create", "pods/eviction"). `protected`
-    has the UIDs of pods with a PodDisruptionBudget that allows no eviction. `written` is what clients wrote.
+    `delay_seconds` delays every answer and every event. `routes` are served in addition. `on_delete` gets the UID of a pod that a client
+    deleted or evicted. `requests` records "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and the words of `Written`.
+    `forbidden` has pairs such as ("create", "pods/eviction"). `protected`: UIDs of pods with a PodDisruptionBudget that allows no eviction.
+    `written`: what clients wrote.
     """
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
@@ -63,11 +59,11 @@ class SimApiServer:
 
     @property
     def url(self) -> str:
-        """The URL is known after the first `start`, and does not change afterwards."""
+        """Valid after the first `start`; does not change afterwards."""
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
-        """Starts to listen, after a `stop` at the same port as before."""
+        """Starts to listen, each time at the same port."""
         app = web.Application(middlewares=[self._tracked])
         for resource in self._watched:
             app.router.add_get(f"/api/v1/{resource}", self._list_or_watch)
@@ -84,7 +80,6 @@ class SimApiServer:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Stops listening and cuts the open requests. The pods stay."""
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
@@ -97,7 +92,6 @@ class SimApiServer:
             self._runner = None
 
     def kubeconfig(self, path: Path) -> Path:
-        """Writes a kubeconfig for this server to `path`."""
         name = "sim"
         config = {
             "apiVersion": "v1",
@@ -125,27 +119,24 @@ class SimApiServer:
         self._pods.put(document)
 
     def remove(self, uid: str) -> None:
-        """Removes the pod. Raises KeyError if it does not exist."""
         self._pods.remove(uid)
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """Annotations of a pod. Raises KeyError if it does not exist."""
         annotations: dict[str, str] = self._pods.items[uid]["metadata"]["annotations"]
         return annotations
 
     def forget(self) -> None:
-        """Drops the history of changes: no watch can start from a version that was returned before."""
+        """Drops the history of changes, so that no watch can start from an earlier version."""
         for watched in self._watched.values():
             watched.forget()
 
     def end_watches(self) -> None:
-        """Sends bookmarks and ends the open watches, as if their time were over."""
+        """Sends bookmarks and ends the open watches, as at their timeout."""
         for watched in self._watched.values():
             watched.end_watches()
 
     @web.middleware
     async def _tracked(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Keeps the request for `stop`, and delays its answer."""
         task = asyncio.current_task()
         assert task is not None, "aiohttp handles requests in tasks"
         self._open[task] = request
@@ -179,7 +170,7 @@ class SimApiServer:
         return self._delete_or_evict(request, (body.get("deleteOptions") or {}).get("preconditions"), protected=self.protected)
 
     async def _patch(self, request: web.Request) -> web.Response:
-        """The UID in a patch is a precondition, like every immutable field."""
+        """A UID in the patch is a precondition, like every immutable field."""
         if refused := self.written.refused(request, "pod", "patch", "pods"):
             return refused
         if (pod := self._named(request)) is None:
@@ -202,7 +193,7 @@ class SimApiServer:
         return web.json_response(pod) if pod is not None else not_found(request)
 
     def _named(self, request: web.Request) -> Document | None:
-        """The pod with this name, the later one of two; None if there is none."""
+        """The pod with this name (of two, the later one), or None."""
         key = (request.match_info["namespace"], request.match_info["name"])
         named = [pod for pod in self._pods.items.values() if (pod["metadata"]["namespace"], pod["metadata"]["name"]) == key]
         return named[-1] if named else None
@@ -224,8 +215,7 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _selected(self, request: web.Request) -> bool:
-        """Whether the request is answered with all objects: its field selector names this node or no node. A request for another node gets
-        none."""
+        """False if the field selector names another node; then the answer has no object. Otherwise it has all."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
         return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 

@@ -1,7 +1,7 @@
 """The objects of the simulated API server: lists and watches of one kind, and what clients write (events, the node, access reviews).
 
-Like Kubernetes (source: its API validation), it refuses labels and annotations beyond their limits, and an event that is not in the
-namespace of its object.
+As in Kubernetes' API validation (the source), labels and annotations beyond their limits are refused, and events outside the namespace of
+their object.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from aiohttp import web
 from gpumgr.common.aio import LatestValue
 
 Document = dict[str, Any]
-#: (verb, resource). The resource includes the subresource: ("create", "pods/eviction").
+#: (verb, resource or resource/subresource), such as ("create", "pods/eviction").
 Right = tuple[str, str]
 
 MAX_ANNOTATIONS_BYTES: Final = 256 << 10
@@ -29,11 +29,10 @@ _STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
 class Written:
-    """Stores what clients write.
+    """What clients write. Key of `events`: (namespace, name). `annotations`, `labels` and `conditions` (by type) belong to the node.
+    `managers`: other field managers of the node.
 
-    The key of `events` is (namespace, name). `annotations`, `labels` and `conditions` (by type) belong to the node. `managers`:
-    other field managers of the node. Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition",
-    "node" (a read) or "review".
+    Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition", "node" (a read) or "review".
     """
 
     def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:
@@ -96,8 +95,7 @@ class Written:
         return web.json_response(node)
 
     async def _patch_status(self, request: web.Request) -> web.Response:
-        """`type` is the merge key of conditions: conditions that the patch does not name stay. A condition with `$patch: delete` is
-        removed."""
+        """Merges conditions by `type`; `$patch: delete` removes one."""
         if refused := self.refused(request, "condition", "patch", "nodes/status", _STRATEGIC) or self._unknown(request):
             return refused
         for condition in (await request.json())["status"]["conditions"]:
@@ -138,7 +136,6 @@ class Written:
     def refused(
         self, request: web.Request, word: str, verb: str, resource: str, content_type: str = MERGE
     ) -> web.Response | None:
-        """Records the request; returns 403 or 415 if it must be refused."""
         self._requests.append(word)
         if (verb, resource) in self._forbidden:
             return failure(403, "Forbidden", f"{resource} is forbidden: the client cannot {verb} resource {resource}")
@@ -148,7 +145,6 @@ class Written:
 
 
 def problem_of(metadata: Mapping[str, Any]) -> str | None:
-    """The validation error of Kubernetes for these labels and annotations, or None."""
     annotations, labels = metadata.get("annotations") or {}, metadata.get("labels") or {}
     for key in (*annotations, *labels):
         prefix, _, name = key.rpartition("/")
@@ -164,7 +160,6 @@ def problem_of(metadata: Mapping[str, Any]) -> str | None:
 
 
 def merge(target: Document, patch: Mapping[str, Any]) -> None:
-    """JSON merge patch (RFC 7386), in place."""
     for key, value in patch.items():
         if value is None:
             target.pop(key, None)
@@ -191,7 +186,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedObjects:
-    """`items`: UID -> object, for reading; `put` and `remove` change them. `delay` is awaited before events are sent."""
+    """`items`: UID -> object; change it only with `put` and `remove`. `delay` is awaited before events are sent."""
 
     def __init__(self, kind: str, delay: Callable[[], Awaitable[None]]) -> None:
         self.items: dict[str, Document] = {}
@@ -200,7 +195,7 @@ class WatchedObjects:
         self._forgotten = 0
         self._version = LatestValue(1)
         self._open: set[asyncio.Timeout] = set()
-        #: Whether to send a bookmark even if nothing has changed since the watch began. Kubernetes' API server sends none then.
+        #: Whether a watch without changes ends with a bookmark, too. Kubernetes' API server sends none then.
         self.needless_bookmarks = False
 
     def put(self, document: Document) -> None:
@@ -210,16 +205,15 @@ class WatchedObjects:
         self._record(event, document)
 
     def remove(self, uid: str) -> None:
-        """Raises KeyError if it does not exist."""
         self._record("DELETED", self.items.pop(uid))
 
     def forget(self) -> None:
-        """Drops the history of changes: no watch can begin at a version up to now."""
+        """Drops the history of changes, so that no watch can begin at an earlier version."""
         self._forgotten = self._version.value
         self._events.clear()
 
     def end_watches(self) -> None:
-        """Sends bookmarks and ends the open watches, as if their time were over."""
+        """Sends bookmarks and ends the open watches, as at their timeout."""
         for each in self._open:
             each.reschedule(asyncio.get_running_loop().time())
 
@@ -230,14 +224,14 @@ class WatchedObjects:
         self._version.set(version)
 
     def list(self, *, selected: bool = True) -> web.Response:
-        """Returns all objects on one page, as a server may. `selected` False: the request's selector selects no object."""
+        """All objects on one page. `selected` False: the request's selector selects no object."""
         items = [*self.items.values()] if selected else []
         version = str(self._version.value)
         metadata = {"resourceVersion": version}
         return web.json_response({"kind": f"{self._kind}List", "apiVersion": "v1", "metadata": metadata, "items": items})
 
     async def watch(self, request: web.Request, *, selected: bool = True) -> web.StreamResponse:
-        """Sends events until the request's time is over, or its version has been dropped from the history."""
+        """Sends events until the request's timeout, or until its version is no longer in the history."""
         sent = int(request.query.get("resourceVersion") or self._version.value)
         seconds = float(request.query.get("timeoutSeconds", "300"))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -267,7 +261,6 @@ class WatchedObjects:
                 self._open.discard(limit)
 
     async def _send_since(self, response: web.StreamResponse, sent: int, *, selected: bool) -> int:
-        """Sends events newer than `sent`; returns the version of the last event."""
         if self._events and self._events[-1].version > sent:
             await self._delay()
         for event in [event for event in self._events if event.version > sent]:

@@ -1,26 +1,24 @@
 """Faults and scripted load of a simulated node, written to its control file while other processes read it.
 
-The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed. The simulated NVML (nvml.c,
-the library) reads the file again when it is replaced. Each change replaces the file atomically (rename), under a lock, so that several
-processes may write.
+The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed. nvml.c, the simulated NVML,
+reads the file again when it is replaced. A change replaces the file atomically, under a lock, so several processes may write.
 
-    generation N           grows when the driver is unloaded: older NVML sessions are stale then
+    generation N           number of times that the driver was unloaded; older NVML sessions are stale
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
     hang FUNCTION GPU 1    calls wait until the fact is removed; `*` = all functions
-    result FUNCTION GPU CODE   result code of calls (GPU -1, here and for `hang`: all calls, also calls that concern no GPU)
+    result FUNCTION GPU CODE   result code of calls (GPU -1, here and for `hang`: all calls, also those without a GPU)
     lost GPU 1             mig GPU 0|1      ecc GPU COUNT       recovery GPU ACTION        grow GPU PROCESSES
     memory GPU BYTES       temperature GPU CELSIUS              power GPU MILLIWATTS       utilization GPU PERCENT PERCENT
     process GPU PID BYTES SM_PERCENT [MIG_UUID]    (bytes -1: the driver does not report them)
     mpsserver GPU PID BYTES            mpsclient GPU PID SERVER_PID     (a `process` with the same pid overrides the values)
-    migreset GPU 1         whether a caller's change of the MIG mode waits for a reset of the GPU
-    remade GPU 1|2         the `instance` facts define the GPU's MIG devices, instead of the node's description; 2: a caller changed them
+    migreset GPU 1         a caller's change of the MIG mode waits for a reset of the GPU
+    remade GPU 1|2         the GPU's MIG devices are the `instance` facts, not the node's description; 2: a caller changed them
     instance GPU NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE MEMORY_MIB GPU_SLICES COMPUTE_SLICES PROFILE MEMORY_SLICES
-                           (UUID `-`: a GPU instance without compute instance; memory slice n is bit n, 0: the driver does not report them)
-    event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that was created before the event; GPU_INSTANCE
-                           4294967295: the event concerns no GPU instance)
+                           (UUID `-`: a GPU instance without compute instance; MEMORY_SLICES: slice n is bit n, 0: not reported)
+    event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before; GPU_INSTANCE 4294967295: none)
 
-The library writes these facts when a program changes the node through NVML. They end when the driver is unloaded, MIG devices also when the
-GPU is reset:
+The library writes these facts when a program changes the node through NVML. They end when the driver is unloaded; MIG devices end also at a
+reset of the GPU:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
     migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts
@@ -45,15 +43,14 @@ _EVENT_XID: Final = 0x8
 _EVENTS_KEPT: Final = 32
 _COUNT_BYTES: Final = 8
 _NO_INSTANCE: Final = 0xFFFFFFFF
-#: The memory of the MPS server of driver 580 on an H200.
+#: The memory of an MPS server (driver 580, H200).
 _MPS_SERVER_BYTES: Final = 66 << 20
 
-#: Verb -> how many words after it belong to a fact's subject; 1 for all other verbs.
+#: Verb -> how many of the words after it belong to a fact's subject; 1 for other verbs.
 _SUBJECT_WORDS: Final = {
     **dict.fromkeys(("generation", "loaded", "driver"), 0),
     **dict.fromkeys(("hang", "result", "process", "mpsserver", "mpsclient", "instance", "memorylimit"), 2),
 }
-#: Verbs of the facts that programs (callers of NVML) set.
 _SET_BY_CALLERS: Final = frozenset({"computemode", "memorylimit", "migmode", "migpending"})
 _UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF
 
@@ -62,8 +59,8 @@ Facts = dict[Key, str]
 
 
 class SimProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process on a simulated GPU. `memory_bytes` None = the driver does not report it. `sm_percent` is its utilisation of the
-    GPU; at 0 the driver has no sample of it. `mig_uuid`: the MIG device of the GPU on which it runs."""
+    """A process on a simulated GPU. `memory_bytes` None: the driver does not report it. `sm_percent`: its utilization of the GPU; 0: no
+    sample. `mig_uuid`: the MIG device on which it runs."""
 
     pid: int
     memory_bytes: int | None = 0
@@ -72,7 +69,7 @@ class SimProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimControl:
-    """Handle on one node's control file. `gpu` arguments are NVML indices."""
+    """Changes one node's control file. `gpu` arguments are NVML indices."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,12 +77,11 @@ class SimControl:
     # -- one GPU ---------------------------------------------------------------------------------------------------------
 
     def lose_gpu(self, gpu: int) -> None:
-        """Every call about this GPU returns GPU_IS_LOST from now on."""
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """Restores the state after a reset: the GPU answers, its volatile error counters are zero, no recovery action is set, a pending MIG
-        mode is in force, and MIG devices that callers created are gone."""
+        """Resets the GPU: it answers, volatile error counters and recovery action are cleared, a pending MIG mode is in force, and MIG
+        devices of callers are gone."""
         with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[1:2] == (str(gpu),) and (key[0] in {"lost", "ecc", "recovery"} or key in made))
@@ -94,7 +90,7 @@ class SimControl:
                 facts[("migmode", str(gpu))] = mode
 
     def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
-        """Sends one critical XID event of the GPU, or of one of its GPU instances."""
+        """Sends a critical XID event of the GPU, or of one of its GPU instances."""
         self._event(gpu, _EVENT_XID, number, gpu_instance)
 
     def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
@@ -103,21 +99,21 @@ class SimControl:
         self._event(gpu, _EVENT_DOUBLE_BIT_ECC, 0)
 
     def set_recovery_action(self, gpu: int, action: int) -> None:
-        """Sets the recovery action that the driver reports: 0 none, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
+        """0 none, 1 GPU reset, 2 reboot, 3 drain P2P, 4 drain and reset."""
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
-        """Sets the MIG mode, even if callers have set it; they can change it afterwards."""
+        """Sets the MIG mode over what callers have set; they can change it afterwards."""
         with self.changing() as facts:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
             facts["mig", str(gpu)] = str(int(enabled))
 
     def require_reset_for_mig(self, gpu: int) -> None:
-        """A caller's change of the MIG mode is pending from now on until `restore_gpu`."""
+        """From now on, a caller's change of the MIG mode waits for `restore_gpu`."""
         self._set(("migreset", str(gpu)), "1")
 
     def set_mig_instances(self, gpu: int, instances: Mapping[int, MigInstance]) -> None:
-        """Replaces the GPU's MIG devices, by NVML's index of the MIG device."""
+        """Replaces the GPU's MIG devices. Keys: NVML's index of the MIG device."""
         with self.changing() as facts:
             _remove(facts, lambda key: key[:2] == ("instance", str(gpu)))
             facts[("remade", str(gpu))] = "1"
@@ -125,8 +121,8 @@ class SimControl:
                 facts[("instance", str(gpu), str(number))] = instance_fact(instance)
 
     def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
-        """The GPU's MIG devices by NVML's index, if they were set here or changed by callers; empty while the GPU has the MIG devices of
-        the node's description. A GPU instance without compute instance has the UUID `-`."""
+        """The MIG devices (by NVML's index) that were set here or changed by callers; empty while the node's description applies. A GPU
+        instance without compute instance has the UUID `-`."""
         found = {}
         for key, value in self._read().items():
             if key[:2] == ("instance", str(gpu)):
@@ -142,23 +138,22 @@ class SimControl:
         return found
 
     def set_processes(self, gpu: int, processes: Iterable[SimProcess]) -> None:
-        """Sets the processes of the GPU. Its used memory is their sum unless `set_memory_used` sets another value."""
-
+        """Replaces the GPU's processes. Their sum is the GPU's used memory, unless `set_memory_used` sets it."""
         with self.changing() as facts:
             _put_processes(facts, gpu, processes)
 
     def start_mps_server(self, gpu: int, pid: int) -> None:
-        """Starts an MPS server: the driver lists the process as a compute process, as it lists a real server with clients. Changes of other
-        processes do not affect the server and its clients."""
+        """Starts an MPS server: the driver lists it as a compute process, like a real server with clients. Changes of other processes do
+        not affect the server and its clients."""
         self._set(("mpsserver", str(gpu), str(pid)), str(_MPS_SERVER_BYTES))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
-        """The process works through the MPS server with the pid `server`: the driver also lists the process among the MPS processes, and
-        reports its utilization under the server's pid. It uses nothing at first, then what `set_processes` or SimLoad set."""
+        """Lists the process among the MPS processes and reports its utilization under the pid `server`. It uses nothing until
+        `set_processes` or SimLoad set its use."""
         self._set(("mpsclient", str(gpu), str(pid)), str(server))
 
     def end_mps(self, pid: int) -> None:
-        """Ends the MPS server with this pid and its clients, or this client, on all GPUs. The `process` facts of a client remain."""
+        """Ends the MPS server with its clients, or the MPS client, on all GPUs. `process` facts remain."""
         with self.changing() as facts:
             gone = {key for key, value in facts.items() if key[0] == "mpsclient" and value == str(pid)}
             _remove(facts, lambda key: key in gone or (key[0] in {"mpsserver", "mpsclient"} and key[2] == str(pid)))
@@ -167,21 +162,20 @@ class SimControl:
         self._set(("memory", str(gpu)), str(memory_bytes))
 
     def grow_processes(self, gpu: int, extra: int) -> None:
-        """Sets how many processes start between the call for the size of the list and the call that fetches the list."""
+        """Sets how many processes start between the call for the size of the list and the call for the list."""
         self._set(("grow", str(gpu)), str(extra))
 
     # -- what callers have set -------------------------------------------------------------------------------------------
 
     def compute_mode(self, gpu: int) -> int:
-        """The mode as NVML's number: 0 default, 2 prohibited, 3 exclusive process."""
+        """NVML's number: 0 default, 2 prohibited, 3 exclusive process."""
         return int(self._read().get(("computemode", str(gpu)), "0"))
 
     def set_compute_mode(self, gpu: int, mode: int) -> None:
-        """Sets the mode as another administrator would."""
         self._set(("computemode", str(gpu)), str(mode))
 
     def memory_limits(self, gpu: int) -> Mapping[str, MemoryLimit]:
-        """Limits by the cgroup's full path; a limit stays when its cgroup is removed."""
+        """Limits by full cgroup path. A limit stays when its cgroup is removed."""
         limits: dict[str, MemoryLimit] = {}
         for key, value in self._read().items():
             if key[:2] == ("memorylimit", str(gpu)):
@@ -190,22 +184,20 @@ class SimControl:
         return limits
 
     def set_memory_limit(self, gpu: int, cgroup: str, limit: MemoryLimit) -> None:
-        """Sets the limit as another administrator would."""
         hard = _UNLIMITED if limit.hard_bytes is None else limit.hard_bytes
         self._set(("memorylimit", str(gpu), cgroup), f"{limit.soft_bytes} {hard}")
 
     # -- the driver ------------------------------------------------------------------------------------------------------
 
     def hang(self, *, function: str = "*", gpu: int | None = None) -> None:
-        """Calls (of one NVML function, or all; about one GPU, or any) wait until `release`."""
+        """Calls wait until `release`. `function`: an NVML function, or `*` for all; `gpu` None: also calls without a GPU."""
         self._set(("hang", function, _gpu(gpu)), "1")
 
     def release(self) -> None:
-        """Ends every hang."""
         self._drop(lambda key: key[0] == "hang")
 
     def set_result(self, function: str, code: int, *, gpu: int | None = None) -> None:
-        """The result code of calls of this NVML function (`*`: of any), for one GPU or all; 0 removes it."""
+        """The result code of calls of this NVML function (`*`: of all), for one GPU or all; 0 removes it."""
         key = ("result", function, _gpu(gpu))
         if code:
             self._set(key, str(code))
@@ -213,7 +205,7 @@ class SimControl:
             self._drop(lambda other: other == key)
 
     def unload_driver(self) -> None:
-        """All calls fail until `load_driver`; earlier sessions stay stale afterwards, and values that callers set are removed."""
+        """All calls fail until `load_driver`. Earlier sessions stay stale, and values that callers set are removed."""
         with self.changing() as facts:
             facts[("loaded",)] = "0"
             facts[("generation",)] = str(int(facts.get(("generation",), "0")) + 1)
@@ -221,14 +213,14 @@ class SimControl:
             _remove(facts, lambda key: key[0] in _SET_BY_CALLERS or key in made)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Loads the driver (again). A changed `version` is a mismatch for processes that loaded the library earlier."""
+        """A changed `version` is a mismatch for processes that loaded the library earlier."""
         with self.changing() as facts:
             facts[("loaded",)] = "1"
             if version is not None:
                 facts[("driver",)] = version
 
     def clear(self) -> None:
-        """Removes every fault and the scripted load. Delivered events, stale sessions and values that callers set remain."""
+        """Removes faults and scripted load. Delivered events, stale sessions and values that callers set remain."""
         with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[0] not in {"generation", "event"} | _SET_BY_CALLERS and key not in made)
@@ -256,8 +248,8 @@ class SimControl:
 
     @contextmanager
     def changing(self) -> Iterator[Facts]:
-        """All facts, for one change in the block: a reader sees the state before or after it. Only one caller at a time is inside. The lock
-        file counts the changes; the library reads the count from mapped memory, without a system call."""
+        """All facts, for one change in the block, by one caller at a time. Readers see the state before or after it. The lock file counts
+        the changes; the library reads this count from mapped memory, without a system call."""
         lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -300,7 +292,7 @@ def _put_processes(facts: Facts, gpu: int, processes: Iterable[SimProcess]) -> N
 
 
 def _made_by_callers(facts: Facts) -> set[Key]:
-    """The facts about MIG devices of the GPUs on which callers have changed them."""
+    """Facts about MIG devices of GPUs on which callers have changed them."""
     return {key for key in facts if key[0] in {"remade", "instance"} and facts.get(("remade", key[1])) == "2"}
 
 
@@ -309,21 +301,19 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
         del facts[key]
 
 
-#: The difference in temperature between a fully used and an idle GPU, and the factor between their power.
+#: Temperature and power factor of a fully used GPU beside an idle one.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
 
 
 class SimLoad:
-    """Sets processes on GPUs, and the readings of each GPU that follow from them. `gpu` is an NVML index. One call is one change of the
-    control file."""
+    """Sets processes on GPUs, and the readings that follow from them, in one change of the control file per call. `gpu`: NVML index."""
 
     def __init__(self, control: SimControl, node: NodeDescription) -> None:
         self._control, self._node = control, node
         self._processes: dict[int, dict[int, SimProcess]] = {}
 
     def put(self, processes: Iterable[tuple[int, SimProcess]]) -> None:
-        """Sets the use of each (GPU, process). Other processes do not change."""
         touched = set[int]()
         for gpu, process in processes:
             self._processes.setdefault(gpu, {})[process.pid] = process
@@ -331,7 +321,6 @@ class SimLoad:
         self._write(touched)
 
     def remove(self, pids: Collection[int]) -> None:
-        """Removes these processes from all GPUs."""
         touched = {gpu for gpu, running in self._processes.items() if not running.keys().isdisjoint(pids)}
         for gpu in touched:
             self._processes[gpu] = {pid: process for pid, process in self._processes[gpu].items() if pid not in pids}

@@ -1,9 +1,8 @@
 """A simulated kubelet with the parts that a device plugin uses. It needs neither root nor a cluster.
 
-It behaves like kubelet 1.35, or another one (kubelet_pods.SUPPORTED). It serves `device-plugins/kubelet.sock` and
-`pod-resources/kubelet.sock` under a folder, writes the device manager's checkpoint, and admits pods one at a time, with the calls and
-choices in the real order. The demo and the tests use it.
-"""
+It behaves like one version of the kubelet (kubelet_pods.SUPPORTED). Below a folder it serves `device-plugins/kubelet.sock` and
+`pod-resources/kubelet.sock`, and writes the device manager's checkpoint. It admits one pod at a time, with the real order of calls and
+choices."""
 
 import asyncio
 import contextlib
@@ -39,9 +38,8 @@ class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
     `shape`: the simulated version. `register_error`: Register fails with this text. `register_hangs`: Register never answers.
-    `notices_ends`: while it is not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: UID -> status, for
-    each pod that `admit` got and that was not deleted. `calls`: the calls to plugins for containers.
-    """
+    `notices_ends`: while not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: by UID, of each admitted
+    pod that was not deleted. `calls`: the calls to plugins for containers."""
 
     def __init__(
         self,
@@ -88,7 +86,6 @@ class SimKubelet:
     # Life cycle
 
     async def start(self) -> None:
-        """Deletes stale files in the plugin folder, reads the checkpoint, and serves both sockets."""
         self.plugin_folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         self.pod_resources_socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         for file in self.plugin_folder.iterdir():
@@ -106,7 +103,7 @@ class SimKubelet:
         self._notify()
 
     async def kill(self) -> None:
-        """Ends the kubelet at once: connections are closed, and socket files stay."""
+        """Ends the kubelet at once: connections are closed, socket files stay."""
         for watch, client in list(self._watches.items()):
             watch.cancel()
             client.close()
@@ -118,10 +115,9 @@ class SimKubelet:
         self._servers.clear()
 
     async def restart(self, *, sources_ready: bool = True, shape: KubeletVersion | None = None) -> None:
-        """Restarts the kubelet while pods run: it forgets the plugins; the checkpoint and the pods stay. `shape`: starts another version
-        of the kubelet.
+        """Restarts the kubelet while pods run. It forgets the plugins, but not checkpoint and pods. `shape`: the new version.
 
-        With `sources_ready` False, List shows no pod, and no ids are freed, until `finish_sources`.
+        With `sources_ready` False, List shows no pod and no ids are freed until `finish_sources`.
         """
         await self.kill()
         self.shape = shape or self.shape
@@ -129,11 +125,11 @@ class SimKubelet:
         await self.start()
 
     def finish_sources(self) -> None:
-        """From now on the restarted kubelet knows all its pods from the API server."""
+        """The restarted kubelet has received its pods from the API server."""
         self._sources_ready = True
 
     async def stop_stream(self, resource: str) -> None:
-        """Closes the kubelet's connection to a plugin, the oldest one if a resource has several."""
+        """Closes the kubelet's connection to the resource's plugin (of several, the oldest)."""
         for watch, client in list(self._watches.items()):
             if client.resource == resource:
                 client.close()
@@ -143,7 +139,7 @@ class SimKubelet:
     # Pods
 
     async def admit(self, pod: SimPod) -> PodStatus:
-        """Gives `pod` its devices, after all pods that were admitted before it. A refused pod is Failed and is not retried."""
+        """Gives `pod` its devices, after all earlier pods. A refused pod is Failed and is not retried."""
         async with self._admission:
             self._pods[pod.uid] = pod
             self._set_status(pod.uid, PodStatus(phase="Pending"))
@@ -157,18 +153,14 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Starts (or restarts) a container: calls PreStartContainer for each resource, and returns what the runtime would get. If the
-        answers for two resources have different values for one key, the first one counts.
-
-        Raises SimKubeletError; a real kubelet would retry later.
-        """
+        """Calls PreStartContainer for each resource, and returns what the runtime would get; if two answers have the same key, the first
+        one counts. Raises SimKubeletError; a real kubelet would retry."""
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
         holdings = self._devices.held.get(pod.uid, {}).get(name, {}).values()
         return merged(ContainerResponse(), *(decode_container_response(holding.answer) for holding in reversed(holdings)))
 
     async def run(self, pod: SimPod) -> PodStatus:
-        """Admits `pod` and starts all its containers in order. Raises SimKubeletError if a container cannot start."""
         status = await self.admit(pod)
         if status.phase == "Failed":
             return status
@@ -178,30 +170,28 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     def end(self, uid: str, phase: Literal["Succeeded", "Failed"] = "Succeeded") -> None:
-        """The pod ends by itself. Its ids are freed by the next admission or List."""
+        """The pod ends by itself. The next admission or List frees its ids."""
         self._set_status(uid, PodStatus(phase=phase))
 
     def delete(self, uid: str) -> None:
-        """The pod is removed from the API server. Its ids are freed by the next admission or List."""
+        """The pod is removed from the API server. The next admission or List frees its ids."""
         self._pods.pop(uid, None)
         self.statuses.pop(uid, None)
         self._notify()
 
     def pods(self) -> list[SimPod]:
-        """The pods that the kubelet has received and that are not deleted."""
         return list(self._pods.values())
 
     # What the node shows
 
     def node_status(self) -> Mapping[str, ResourceStatus]:
-        """Every resource that was ever registered; without a connected plugin its `allocatable` is 0."""
+        """Every resource that was ever registered; `allocatable` is 0 without a connected plugin."""
         return {
             resource: ResourceStatus(capacity=len(self._devices.devices.get(resource, ())), allocatable=len(healthy))
             for resource, healthy in self._devices.healthy.items()
         }
 
     def devices(self, resource: str) -> DeviceList:
-        """The last device list of a plugin: id -> (healthy, NUMA nodes)."""
         return dict(self._devices.devices.get(resource, {}))
 
     def held(self, uid: str, container: str, resource: str) -> frozenset[str]:
@@ -209,20 +199,19 @@ class SimKubelet:
         return holding.ids if holding is not None else frozenset()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns as soon as `condition` is true; evaluates it after each change of the node or of a pod, and after each Register."""
+        """Returns as soon as `condition` is true; checks it after each change of the node or a pod, and each Register."""
         with self._changes.subscribe() as changes:
             async for _ in changes:
                 if condition():
                     return
 
     async def until_allocatable(self, resource: str, count: int = 1) -> None:
-        """Returns once at least `count` devices of `resource` are allocatable."""
         await self.until(lambda: resource in (status := self.node_status()) and status[resource].allocatable >= count)
 
     # Registration, streams and state
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Connects to the plugin (some versions: after the answer to Register), and then starts ListAndWatch."""
+        """Connects to the plugin and starts ListAndWatch. The version decides whether Register is answered first."""
         self.registrations.append(request.resource_name)
         self._notify()
         if self.register_hangs:
@@ -241,13 +230,12 @@ class SimKubelet:
         watch.add_done_callback(lambda done: self._watches.pop(done, None))
 
     async def _connect_and_watch(self, client: PluginClient) -> None:
-        """For kubelets that answer Register first, and do not report a failed connection to the plugin."""
+        """For versions that answer Register first, and do not report a failed connection to the plugin."""
         with contextlib.suppress(SimKubeletError):
             await self._endpoints.connect(client, self._dial_timeout_seconds)
             await self._watch(client)
 
     async def _watch(self, client: PluginClient) -> None:
-        """Follows one plugin. When its stream ends, the version decides which plugin is disconnected."""
 
         def receive(devices: DeviceList) -> None:
             self._devices.update(client.resource, devices)
@@ -267,7 +255,7 @@ class SimKubelet:
         return [uid for uid in self._pods if self.statuses[uid].phase in ("Pending", "Running")]
 
     def _listed(self) -> list[SimPod]:
-        """The pods for PodResources List, in random order. Frees the ids of ended pods, as the real List does."""
+        """The pods for List, in random order. Frees the ids of ended pods, as the real List does."""
         self._free_ended()
         if not self._sources_ready:
             return []

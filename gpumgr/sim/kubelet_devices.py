@@ -2,11 +2,10 @@
 
 Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, one seeded Random decides here.
 
-1. First the ids of ended init containers of the same pod, without a call; then the plugin's preference among the available ids; then
-any available ids.
-2. Ids of ended pods are freed by the next `free_ended`: an admission, or a PodResources List.
-3. As in the real kubelet, `free_ended` rebuilds the table of allocated ids from what pods hold. Ids that were chosen for an Allocate call
-that has not returned are missing in the new table, so they are offered twice.
+1. First the ids of the pod's ended init containers, without a call; then the plugin's preference; then any available ids.
+2. The next admission or PodResources List frees the ids of ended pods (`free_ended`).
+3. `free_ended` rebuilds the allocated ids from what pods hold. Ids of an Allocate call that has not returned are missing then, so they are
+offered twice, as in the real kubelet.
 
 The kubelet's Topology Manager is not part of it; `align` replaces it.
 """
@@ -25,8 +24,8 @@ ResourceOrder = Literal["random", "core_first", "memory_first"]
 
 
 class AlignedRequest(msgspec.Struct, frozen=True):
-    """What the Topology Manager knows of a container's request of one resource. `devices`: the NUMA nodes of each id. `available` and
-    `reusable` (ids of the pod's ended init containers) do not overlap."""
+    """A container's request of one resource, as the Topology Manager knows it. `devices`: id -> its NUMA nodes. `available` and `reusable`
+    (ids of the pod's ended init containers) do not overlap."""
 
     devices: Mapping[str, frozenset[int]]
     available: AbstractSet[str]
@@ -39,8 +38,8 @@ Align = Callable[[Sequence[AlignedRequest]], frozenset[int] | None]
 
 
 class SimCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call to a plugin, as recorded for scripts and tests. `ids`: the requested ids (GetPreferredAllocation: the ids that the answer
-    must include). `available` is the number of ids that a GetPreferredAllocation offers."""
+    """One recorded call to a plugin. `ids`: the requested ids (GetPreferredAllocation: the ids that the answer must include). `available`:
+    how many ids GetPreferredAllocation offers."""
 
     rpc: Literal["GetPreferredAllocation", "Allocate", "PreStartContainer"]
     resource: str
@@ -51,7 +50,7 @@ class SimCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceChoice:
-    """Collects ids for one container and resource; marks each id as allocated when it is taken."""
+    """Collects ids for one container and resource; `mark` gets the ids as they are taken."""
 
     def __init__(self, required: int, mark: Callable[[Collection[str]], None]) -> None:
         self.required = required
@@ -63,7 +62,6 @@ class DeviceChoice:
         return self.required - len(self.ids)
 
     def take(self, ids: Iterable[str]) -> bool:
-        """Takes ids until there are enough; True if there are."""
         for device_id in ids:
             if self.needed == 0:
                 break
@@ -73,7 +71,7 @@ class DeviceChoice:
 
 
 class DeviceManager:
-    """Keeps devices and their holders, and allocates devices. The caller must run one admission at a time."""
+    """Keeps devices and their holders, and allocates devices. The caller runs one admission at a time."""
 
     def __init__(
         self,
@@ -99,16 +97,15 @@ class DeviceManager:
         return self.held.get(uid, {}).get(container, {}).get(resource)
 
     def update(self, resource: str, devices: DeviceList) -> None:
-        """Takes the whole list of a ListAndWatch message."""
         self.devices[resource] = devices
         self.healthy[resource] = {device_id for device_id, (healthy, _) in devices.items() if healthy}
 
     def disconnect(self, resource: str) -> None:
-        """The stream of `resource` has ended: no device is healthy now, but the capacity stays."""
+        """The plugin's stream has ended: no device is healthy now, but the capacity stays."""
         self.healthy[resource] = set()
 
     def forget(self, shape: KubeletVersion, held: PodDevices, resources: Iterable[str]) -> None:
-        """A kubelet restart: only `held` and the names of resources are kept."""
+        """A restart of the kubelet keeps only `held` and the names of resources."""
         self._shape = shape
         self.clients.clear()
         self.devices.clear()
@@ -117,7 +114,7 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     def free_ended(self, active: Collection[str]) -> None:
-        """Removes pods with a UID that is not in `active`. If there was such a pod, rebuilds the allocated ids (point 3 of the module)."""
+        """Removes pods that are not in `active` (UIDs). If there was one, rebuilds the allocated ids (point 3 of the module)."""
         ended = self.held.keys() - set(active)
         if not ended:
             return
@@ -126,7 +123,8 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     async def allocate(self, pod: SimPod, container: SimContainer, free_ended: Callable[[], None]) -> bool:
-        """Allocates devices for one container; True if a plugin's Allocate was called. Raises SimKubeletError with the kubelet's text."""
+        """Allocates a container's devices; returns whether a plugin's Allocate was called. Raises SimKubeletError with the kubelet's
+        text."""
         if self._reusable_of != pod.uid:
             self._reusable_of, self._reusable = pod.uid, {}
         wanted = {resource: count for resource, count in container.limits.items() if self._is_known(resource)}
@@ -140,7 +138,6 @@ class DeviceManager:
         return asked
 
     async def pre_start(self, pod: SimPod, container: SimContainer) -> None:
-        """Calls PreStartContainer for `container`, one resource after the other. Raises SimKubeletError."""
         for resource in self._order({name: count for name, count in container.limits.items() if self._is_known(name)}):
             client = self.clients.get(resource)
             if client is None:
@@ -180,7 +177,7 @@ class DeviceManager:
     async def _choose(
         self, pod: SimPod, container: SimContainer, resource: str, chosen: DeviceChoice, affinity: frozenset[int] | None
     ) -> None:
-        """Fills `chosen` in the kubelet's order of choices, or leaves it empty if the container has its devices already."""
+        """Fills `chosen`; leaves it empty if the container has its devices already."""
         if self._has_already(pod, container, resource):
             return
         if chosen.take(self._shuffled(self._reusable.get(resource, ()))):
@@ -202,7 +199,7 @@ class DeviceManager:
             chosen.take(fallback)
 
     def _has_already(self, pod: SimPod, container: SimContainer, resource: str) -> bool:
-        """Whether the container has its devices already, by the kubelet's checks before any choice. Raises SimKubeletError."""
+        """Also makes the kubelet's checks before any choice. Raises SimKubeletError."""
         holding = self.holding(pod.uid, container.name, resource)
         if not self._shape.checks_health_first:
             return holding is not None
@@ -234,7 +231,7 @@ class DeviceManager:
         return await client.prefer(self._shuffled(offered), self._shuffled(must_include), chosen.required)
 
     def _by_affinity(self, resource: str, available: set[str], affinity: frozenset[int] | None) -> tuple[set[str], list[str]]:
-        """The available ids on a NUMA node of `affinity`, and the other ids: first ids on other nodes, then ids without a node."""
+        """The available ids on a NUMA node of `affinity`, and the other ids: ids without a node are last."""
         if affinity is None:
             return set(), self._shuffled(available)
         nodes_of = {device_id: self.devices[resource][device_id][1] for device_id in available}
@@ -263,7 +260,7 @@ class DeviceManager:
         return align(requests)
 
     def _settle_reuse(self, pod: SimPod, container: SimContainer) -> None:
-        """Ids of an init container may be reused by later containers; ids of sidecars and app containers may not."""
+        """Later containers may reuse ids of an init container, but not of sidecars and apps."""
         for resource, holding in self.held.get(pod.uid, {}).get(container.name, {}).items():
             reusable = self._reusable.setdefault(resource, set())
             if container.kind == "init":
@@ -283,15 +280,14 @@ class DeviceManager:
         return resource in self.healthy or resource in self.allocated
 
     def _order(self, resources: Iterable[str]) -> list[str]:
-        """The resources in the order of calls. Go's map order is random, but a script may need a fixed order. "core" sorts before
-        "memory"."""
+        """Go's map order is random, but a script may need a fixed order. "core" sorts before "memory"."""
         ordered = sorted(resources, reverse=self._resource_order == "memory_first")
         if self._resource_order == "random":
             self._random.shuffle(ordered)
         return ordered
 
     def _shuffled(self, ids: AbstractSet[str] | Collection[str]) -> list[str]:
-        """The ids in an arbitrary order, which is the same for the same seed."""
+        """In an order that only the seed decides."""
         ordered = sorted(ids)
         self._random.shuffle(ordered)
         return ordered

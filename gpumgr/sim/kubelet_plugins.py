@@ -1,8 +1,7 @@
 """The simulated kubelet's connections: the Registration service, a client for each registered device plugin, and the PodResources service.
 
-Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelets 1.35 and 1.37, and endpoint.go of kubelets before 1.25. Errors have the
-texts of grpc-go.
-"""
+Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelets 1.35 and 1.37, and endpoint.go before 1.25. Errors have the texts of
+grpc-go."""
 
 import asyncio
 import contextlib
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _PathChannel(UnixChannel):
-    """Sends the authority that grpc-go sends if the client sets none: the dialled path."""
+    """Sends the dialled path as authority, as grpc-go does if the client sets none."""
 
     def __init__(self, path: Path) -> None:
         self._dialled = path
@@ -55,10 +54,9 @@ class _PathChannel(UnixChannel):
 
 
 class PluginClient:
-    """One registered plugin. `options` is known once `connect` has returned."""
+    """One registered plugin. `connect` may replace its `options`."""
 
     def __init__(self, shape: KubeletVersion, resource: str, path: Path, options: DevicePluginOptions) -> None:
-        """`options`: as in the Register request."""
         self._shape = shape
         self.resource = resource
         self.path = path
@@ -67,8 +65,7 @@ class PluginClient:
         self._stopped = False
 
     async def connect(self, timeout_seconds: float) -> None:
-        """Dials until the socket answers, then calls GetDevicePluginOptions without a deadline; before 1.25 the options of the
-        Register request apply. Raises SimKubeletError."""
+        """Dials until the socket answers, then calls GetDevicePluginOptions without a deadline (since 1.25). Raises SimKubeletError."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._dial()
@@ -82,7 +79,7 @@ class PluginClient:
             raise SimKubeletError(f"failed to get device plugin options: {error}") from error
 
     async def watch(self, receive: Callable[[DeviceList], None]) -> None:
-        """Passes every list of ListAndWatch to `receive`; returns when the stream ends, for any reason."""
+        """Passes each list of ListAndWatch to `receive`; returns when the stream ends, for any reason."""
         with contextlib.suppress(*CALL_FAILURES):
             async with self._channel.request(_PLUGIN + "ListAndWatch", Cardinality.UNARY_STREAM, bytes, bytes) as stream:
                 await stream.send_message(b"", end=True)
@@ -104,7 +101,6 @@ class PluginClient:
         return {device_id for container in answer.container_responses[:1] for device_id in container.device_i_ds}
 
     async def allocate(self, ids: Sequence[str]) -> bytes:
-        """The ContainerAllocateResponse, encoded."""
         request = AllocateRequest(container_requests=[ContainerAllocateRequest(devices_ids=list(ids))])
         answer: bytes = await self._unary("Allocate", request, bytes)
         for number, start, end in wire.spans(answer, 0, len(answer)):
@@ -141,7 +137,7 @@ class PluginClient:
 
 
 def parse_devices(message: bytes) -> DeviceList:
-    """Decodes a ListAndWatchResponse by hand: generated code would hold the event loop for a quarter of a second with 2,560 blocks."""
+    """Decodes a ListAndWatchResponse by hand: with 2,560 blocks generated code would hold the event loop for 0.25 s."""
     devices: DeviceList = {}
     for number, start, end in wire.spans(message, 0, len(message)):
         if number != 1:
@@ -160,17 +156,16 @@ def parse_devices(message: bytes) -> DeviceList:
 
 
 class Endpoints:
-    """Which plugins are connected, with the rules of one version. `current`: resource -> the plugin that gets the calls."""
+    """The connected plugins, by one version's rules. `current`: resource -> the plugin that gets the calls."""
 
     def __init__(self, shape: KubeletVersion, current: dict[str, PluginClient], devices_gone: Callable[[str], None]) -> None:
         """`devices_gone` gets a resource when its last plugin was disconnected."""
         self._shape, self._current, self._devices_gone = shape, current, devices_gone
-        #: With `knows_sockets`: what the kubelet's `clients` and `endpointStore` have.
+        #: The kubelet's `clients` and `endpointStore`, used with `knows_sockets`.
         self._clients: list[PluginClient] = []
         self._stored: dict[str, dict[Path, PluginClient]] = {}
 
     async def connect(self, client: PluginClient, timeout_seconds: float) -> None:
-        """Connects to a plugin that registers. Raises SimKubeletError."""
         self._clients.append(client)
         try:
             await client.connect(timeout_seconds)
@@ -184,7 +179,7 @@ class Endpoints:
         stored[client.path] = self._current[client.resource] = client
 
     def stream_ended(self, client: PluginClient) -> None:
-        """Disconnects `client`, or the plugin that this version of the kubelet mistakes for it."""
+        """Disconnects `client`, or the plugin that this version disconnects by mistake."""
         if self._shape.knows_sockets:
             self._disconnect_at_socket(client)
             return
@@ -211,7 +206,7 @@ class Endpoints:
             self._devices_gone(client.resource)
 
     def _forget(self, client: PluginClient) -> None:
-        """Removes every client of this resource and socket, as the kubelet does."""
+        """Removes all clients with this resource and socket, as the kubelet does."""
         self._clients = [each for each in self._clients if not self._same(each, client)]
 
     @staticmethod
@@ -220,13 +215,13 @@ class Endpoints:
 
 
 class Registration(RegistrationBase):
-    """The service on kubelet.sock. `accept` gets the request, and returns when the answer may be sent."""
+    """The service on kubelet.sock. `accept` returns when the answer may be sent."""
 
     def __init__(self, accept: Callable[[RegisterRequest], Any]) -> None:
         self._accept = accept
 
     async def register(self, register_request: RegisterRequest) -> Empty:
-        """Answers errors as grpc-go does for plain Go errors: status UNKNOWN and the text."""
+        """Answers errors as grpc-go answers plain Go errors: status UNKNOWN and the text."""
         try:
             if register_request.version != "v1beta1":
                 raise SimKubeletError(
@@ -245,7 +240,6 @@ _GO_NAMES: Final = {Status.OK: "OK", Status.CANCELLED: "Canceled"}
 
 
 def _go_text(error: Exception) -> str:
-    """How grpc-go prints a failed call."""
     match error:
         case GRPCError():
             code = _GO_NAMES.get(error.status, error.status.name.title().replace("_", ""))
@@ -262,8 +256,6 @@ _BURST = 10.0
 
 
 class PodResourcesService:
-    """The service on pod-resources/kubelet.sock. Errors have the texts of grpc-go and the kubelet."""
-
     def __init__(
         self,
         shape: KubeletVersion,
@@ -272,7 +264,7 @@ class PodResourcesService:
         listed: Callable[[], Iterable[SimPod]],
         pods: Mapping[str, SimPod],
     ) -> None:
-        """`listed` is called for each `List` and returns its pods; `pods` are all current pods by UID."""
+        """`listed` returns the pods for a `List`; `pods`: all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
         self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
             "List": self._list,
@@ -284,7 +276,7 @@ class PodResourcesService:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """The methods in grpclib's form. Methods that this version lacks are included, since they raise errors with the real texts."""
+        """In grpclib's form, with methods that this version lacks, since they raise errors with the real texts."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }
@@ -319,13 +311,13 @@ class PodResourcesService:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self._tokens -= 1.0
 
-    # The answers are encoded by hand: generated messages with every id of a full node take half a second to build.
+    # The answers are encoded by hand, because generated messages with all ids of a full node take 0.5 s.
 
     def _list(self, _request: bytes) -> bytes:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
 
     def _get(self, request: bytes) -> bytes:
-        """Answers Get. Unlike List (its callback `listed` frees them), it does not free the ids of ended pods, as in the kubelet."""
+        """Unlike List, it does not free the ids of ended pods, as in the kubelet."""
         asked: dict[int, list[str]] = {1: [""], 2: [""]}
         wire.scan(request, 0, len(request), asked)
         name, namespace = asked[1][-1], asked[2][-1]
@@ -335,7 +327,6 @@ class PodResourcesService:
         raise SimKubeletError(f"pod {name} in namespace {namespace} not found")
 
     def _encode_pod(self, pod: SimPod) -> bytes:
-        """The message PodResources of the pod, with its sidecars and app containers."""
         held = self._devices.held.get(pod.uid, {})
         containers = [
             wire.text_field(1, container.name)
@@ -358,7 +349,7 @@ class PodResourcesService:
 
 @lru_cache(maxsize=1024)
 def _encode_devices(resource: str, ids_by_node: tuple[tuple[int, tuple[str, ...]], ...], *, grouped: bool) -> tuple[bytes, ...]:
-    """The messages ContainerDevices of one resource: one for each id and NUMA node, or with `grouped` one for each NUMA node."""
+    """ContainerDevices of one resource: one message for each id and NUMA node, or with `grouped` one for each NUMA node."""
     name = wire.text_field(1, resource)
     entries = []
     for node, ids in ids_by_node:

@@ -1,13 +1,8 @@
 """The data of the simulated kubelet: its pods, the differences between its versions that device plugins see, and its checkpoint.
 
-A pod has the part that a kubelet's device manager uses: containers in admission order, and the devices that each requests.
-
-Source of the versions: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2): pkg/kubelet/cm/devicemanager,
-pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. 1.21 and 1.22 do not differ in these facts, nor do 1.23
-and 1.24. For 1.37 only the registration was compared.
-
-The checkpoint, `kubelet_internal_checkpoint`, has ids by NUMA node, as kubelets since 1.20 write them, or in a list, and the responses
-to Allocate.
+Source of the versions: the last patch release of each (1.19.16 to 1.25.16, 1.35.4, 1.37.2): pkg/kubelet/cm/devicemanager,
+pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. In these facts 1.21 is as 1.22, and 1.23 as 1.24. For 1.37 only
+the registration was compared.
 """
 
 import base64
@@ -28,22 +23,22 @@ Call = Literal["List", "Get"]
 
 
 class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one version; the defaults are the facts of 1.35."""
+    """The facts of one version; the defaults are those of 1.35."""
 
     version: str = "1.35"
 
     # Registration and the plugins' folder
 
-    #: Register dials the plugin and asks for its options before it answers (since 1.25). Earlier versions answer at once, dial in the
-    #: background and report no result; the options of the Register request apply.
+    #: Register dials the plugin and gets its options before it answers (since 1.25). Before, it answers at once, dials in the background
+    #: and reports no result; the options of the Register request apply.
     connects_in_register: bool = True
-    #: The end of a plugin's stream disconnects the plugin that has the resource's name at that time (1.25 to 1.35).
+    #: The end of a plugin's stream disconnects the plugin that has the resource's name by then (1.25 to 1.35).
     stream_end_hits_successor: bool = True
-    #: A resource may have several plugins, known by their sockets; the end of a stream disconnects the plugin of its socket (since 1.36).
+    #: A resource may have several plugins, by socket; the end of a stream disconnects the plugin of its socket (since 1.36).
     knows_sockets: bool = False
-    #: A start deletes every file of the folder except the checkpoint, not only sockets.
+    #: A start deletes all files of the folder except the checkpoint, not only sockets.
     clears_folder: bool = False
-    #: The :authority of calls to plugins: "localhost" since 1.26, the socket's path before.
+    #: The :authority of calls to plugins is the socket's path (before 1.26), not "localhost".
     authority_is_path: bool = False
 
     # Allocation
@@ -54,7 +49,7 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     knows_cdi: bool = True
     #: The NUMA node that is written for ids without one: -1 since 1.23, 0 before.
     no_node: int = -1
-    #: The checkpoint file has a container's ids by NUMA node (since 1.20), not as a list.
+    #: The checkpoint has a container's ids by NUMA node (since 1.20), not as a list.
     checkpoint_by_node: bool = True
 
     # The calls of PodResources v1; empty: there is no such service
@@ -88,7 +83,7 @@ V1_20: Final = replace(V1_22, version="1.20", groups_ids=True)
 #: Too old for gpumgr: it has PodResources v1alpha1 only.
 V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 
-#: The kubelets that gpumgr supports, by version; 1.21 is as 1.22, and 1.23 is as 1.24.
+#: The kubelets that gpumgr supports, by version.
 SUPPORTED: Final[Mapping[str, KubeletVersion]] = {shape.version: shape for shape in (V1_20, V1_22, V1_24, V1_25, V1_35, V1_37)}
 
 
@@ -96,8 +91,7 @@ Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 
 class SimContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """One container. "init" ends before the app containers start; a "sidecar" is an init container that keeps running. `others`: requests
-    of other resources, by name."""
+    """An "init" container ends before the apps start; a "sidecar" keeps running. `others`: requests of other resources, by name."""
 
     name: str
     cores: int = 0
@@ -113,8 +107,6 @@ class SimContainer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod bound to the node."""
-
     namespace: str
     name: str
     uid: str
@@ -122,14 +114,13 @@ class SimPod(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def admission_order(self) -> tuple[SimContainer, ...]:
-        """Init containers and sidecars as written, then the apps: the kubelet's order."""
+        """Init containers and sidecars as written, then the apps."""
         return (
             *(container for container in self.containers if container.kind != "app"),
             *(container for container in self.containers if container.kind == "app"),
         )
 
     def container(self, name: str) -> SimContainer:
-        """Raises KeyError if the pod has no such container."""
         for container in self.containers:
             if container.name == name:
                 return container
@@ -137,7 +128,7 @@ class SimPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API server would show; `message` is also the text of the event (there without "Pod was rejected: ")."""
+    """What the API server would show. `message` is also the event's text, there without "Pod was rejected: "."""
 
     phase: Phase
     reason: str | None = None
@@ -145,19 +136,16 @@ class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A resource in the node's status: all devices, and the healthy ones."""
-
     capacity: int
     allocatable: int
 
 
 class SimKubeletError(Exception):
-    """An error of the kubelet, with the kubelet's text."""
+    """An error with the kubelet's text."""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of one resource that a container holds. `ids_by_node`: NUMA node (-1 = none) -> ids; `answer` is a
-    ContainerAllocateResponse."""
+    """The ids of one resource that a container holds. `ids_by_node`: NUMA node (-1: none) -> ids; `answer`: a ContainerAllocateResponse."""
 
     ids_by_node: Mapping[int, tuple[str, ...]]
     answer: bytes
@@ -194,9 +182,9 @@ def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequ
 
 
 def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
-    """The holdings and the names of registered resources that `write_checkpoint` wrote. Empty if there is no file.
+    """(holdings, names of registered resources) as `write_checkpoint` wrote them; empty if there is no file.
 
-    Ids of a list count as ids on NUMA node 0, as kubelets since 1.20 read them after an upgrade.
+    Ids of a list count as on NUMA node 0, as kubelets since 1.20 read them after an upgrade.
     """
     held: PodDevices = {}
     try:
@@ -213,12 +201,11 @@ def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
     return held, tuple(data["RegisteredDevices"])
 
 
-#: The number of the field cdi_devices.
+#: The field cdi_devices.
 _CDI_DEVICES = 5
 
 
 def without_cdi(answer: bytes) -> bytes:
-    """A ContainerAllocateResponse as kubelets before 1.28 decode it: their message type lacks the field, and unknown fields are
-    dropped."""
+    """A ContainerAllocateResponse as kubelets before 1.28 decode it: they drop the field that they do not know."""
     fields = wire.spans(answer, 0, len(answer))
     return b"".join([wire.field(number, answer[start:end]) for number, start, end in fields if number != _CDI_DEVICES])

@@ -1,13 +1,12 @@
 """Prepares a simulated node: compiles the simulated NVML once, renders the node's files, creates its /sys, and simulates processes.
 
-A prepared folder contains `libnvidia-ml.so.1` (its own copy: the library finds its files beside itself), `node.txt`, `control.txt` after
-the first fault, and `sys/`; also `proc/` and `cgroup/` if processes are simulated. A process that loads this library, by `library_path` or
-by LD_LIBRARY_PATH, sees the node.
+A prepared folder has `libnvidia-ml.so.1` (a copy, because the library finds its files beside itself), `node.txt`, `control.txt` after the
+first fault, `sys/`, and with processes `proc/` and `cgroup/`. A process that loads this library, by `library_path` or LD_LIBRARY_PATH, sees
+the node.
 
-Processes are folders below /proc and cgroups of the simulated node, with the small files that the agent reads: PID/stat has state and
-start time, PID/cgroup has the cgroup, `mounts` has the mount point of the only hierarchy (v2), and each cgroup has a `cgroup.procs`.
-Sources: proc(5), cgroups(7). A process appears and disappears atomically, as in the kernel.
-"""
+`proc` and `cgroup` have only what the agent reads: PID/stat has state and start time, PID/cgroup the cgroup, `mounts` the mount point of
+the hierarchy (v2), and each cgroup `cgroup.procs` (sources: proc(5), cgroups(7)). As in the kernel, a process appears and disappears
+atomically."""
 
 import itertools
 import os
@@ -30,12 +29,12 @@ from gpumgr.sim.nodes import NodeDescription, load_node
 _PROC: Final = "proc"
 _CGROUPS: Final = "cgroup"
 _FIRST_PID: Final = 20_001
-#: The unit of start times: sysconf(_SC_CLK_TCK), which is 100 on every Linux.
+#: sysconf(_SC_CLK_TCK), the unit of start times, is 100 on every Linux.
 _TICKS_PER_SECOND: Final = 100
 
 
 def proc_root_of(sim_dir: Path) -> Path:
-    """The /proc of the simulated node in `sim_dir`, or the host's if the folder has none."""
+    """The simulated node's /proc, or the host's if `sim_dir` has none."""
     own = sim_dir / _PROC
     return own if own.is_dir() else Path("/proc")
 
@@ -50,12 +49,12 @@ class SimProcesses:
         self._cgroups: dict[int, str] = {}
         for root in (self.proc_root, self.cgroup_root):
             root.mkdir(parents=True, exist_ok=True)
-        # fstab(5): blanks and backslashes are written as octal numbers.
+        # fstab(5): blanks and backslashes are octal numbers.
         point = str(self.cgroup_root.resolve()).replace("\\", r"\134").replace(" ", r"\040")
         replace_file(self.proc_root / "mounts", f"cgroup2 {point} cgroup2 rw,nosuid,nodev,noexec 0 0\n", durable=False)
 
     def start(self, cgroup: str = "/") -> int:
-        """Starts a process in `cgroup` (an absolute path in the hierarchy, created if missing), and returns its pid."""
+        """Starts a process in `cgroup` (an absolute path in the hierarchy, created if missing); returns its pid."""
         pid = next(self._pids)
         coming = self.proc_root / f".{pid}"
         coming.mkdir()
@@ -69,7 +68,7 @@ class SimProcesses:
         return pid
 
     def end(self, pid: int) -> None:
-        """Ends the process; its cgroup stays. Raises KeyError if it does not exist."""
+        """Its cgroup stays. Raises KeyError if the process does not exist."""
         cgroup = self._cgroups.pop(pid)
         going = self.proc_root / f".{pid}"
         (self.proc_root / str(pid)).rename(going)
@@ -77,7 +76,6 @@ class SimProcesses:
         self._write_procs(cgroup)
 
     def end_cgroup(self, cgroup: str) -> tuple[int, ...]:
-        """Removes the cgroup with all its processes; returns their pids."""
         pids = self.of(cgroup)
         for pid in pids:
             self.end(pid)
@@ -85,7 +83,7 @@ class SimProcesses:
         return pids
 
     def of(self, cgroup: str) -> tuple[int, ...]:
-        """The pids of the processes in the cgroup, oldest first."""
+        """The pids in the cgroup, oldest first."""
         return tuple(pid for pid, place in self._cgroups.items() if place == cgroup)
 
     def _write_procs(self, cgroup: str) -> None:
@@ -99,7 +97,7 @@ class SimProcesses:
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
 _SOURCE: Final = Path(__file__).with_name("nvml.c")
-# No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated one that is still mapped.
+# No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated library that is still mapped.
 _FLAGS: Final = ("-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 _MIB: Final = 1024 * 1024
 #: NVML's number and the driver's id of the profile of one slice with media engines.
@@ -108,8 +106,6 @@ _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 
 
 class SimNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared node: the paths for the agent (`library_path`, `sysfs_root`, `proc_root`), and the control of its faults."""
-
     description: NodeDescription
     library_path: str
     sysfs_root: Path
@@ -118,9 +114,9 @@ class SimNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(name_or_path: str, state_dir: Path) -> SimNode:
-    """Creates the node's files in `state_dir` (created if missing). An existing control file is kept.
+    """Creates the node's files in `state_dir` (created if missing); keeps an existing control file.
 
-    Raises SettingsError for an invalid description, InputError without a C compiler or if the folder cannot be written.
+    Raises SettingsError for an invalid description, InputError without a C compiler or if the folder can't be written.
     """
     description = load_node(name_or_path)
     library = compile_library()
@@ -143,14 +139,13 @@ def prepare(name_or_path: str, state_dir: Path) -> SimNode:
 
 
 def compile_library() -> Path:
-    """The compiled library, built on first use and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
+    """The library, compiled on first use and kept under $XDG_CACHE_HOME/gpumgr. Raises InputError."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpumgr"
     what, remedy = "the simulated NVML library", "set CC to a C compiler and XDG_CACHE_HOME to a folder that you can write to"
     return compiled(_SOURCE, _FLAGS, folder=folder, suffix=".so", what=what, remedy=remedy)
 
 
 def render_node(node: NodeDescription) -> str:
-    """The node as the facts that nvml.c reads."""
     major, minor = node.cuda_version.split(".")
     lines = [
         f"driver {node.driver_version}",
@@ -179,14 +174,13 @@ def render_node(node: NodeDescription) -> str:
 
 
 def _profile_line(gpu: int, number: int, profile: MigProfile, *, instances: int) -> str:
-    """`number`: NVML's number of the profile."""
     starts = sum(1 << start for start in profile.starts)
     sizes = f"{profile.slices} {profile.size} {starts} {instances} {profile.memory_mebibytes}"
     return f"profile {gpu} {number} {profile.number} {sizes} {profile.name}"
 
 
 def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:
-    """The remote ends of a GPU's NVLinks in link order: ("gpu" or "switch", bus id)."""
+    """The remote ends of the GPU's NVLinks in link order: ("gpu" or "switch", bus id)."""
     links = [
         ("gpu", node.gpus[b if a == index else a].bus_id) for a, b, count in node.nvlinks if index in (a, b) for _ in range(count)
     ]
@@ -197,7 +191,7 @@ def _links_of(node: NodeDescription, index: int) -> list[tuple[str, str]]:
 
 
 def _nvml_bus_id(bus_id: str) -> str:
-    """NVML writes the domain with eight digits, and in upper case."""
+    """NVML writes eight digits for the domain, and upper case."""
     return f"0000{bus_id}".upper()
 
 
@@ -206,8 +200,7 @@ def _text_of(path: Path) -> str | None:
 
 
 def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
-    """Creates the part of /sys with vendors, classes, NUMA nodes and PCI parents: bus/pci/devices/BUS_ID is a link into the tree under
-    devices/."""
+    """Creates the part of /sys with vendors, classes, NUMA nodes and PCI parents. bus/pci/devices/BUS_ID links into devices/."""
     links = root / "bus" / "pci" / "devices"
     links.mkdir(parents=True, exist_ok=True)
     for gpu in node.gpus:
@@ -217,7 +210,7 @@ def lay_out_sysfs(node: NodeDescription, root: Path) -> None:
         facts = {"numa_node": f"{numa_node}\n", "vendor": "0x10de\n", "class": "0x030200\n"}
         link, target = links / gpu.bus_id, Path("../../..") / place
         if link.is_symlink() and link.readlink() == target and facts == {name: _text_of(link / name) for name in facts}:
-            continue  # during a rolling update the other agent may read these files now: files that are right are not replaced
+            continue  # a second agent (rolling update) may read these files now, so they are not written again
         for name, text in facts.items():
             (root / place / name).write_text(text, encoding="ascii")
         link.unlink(missing_ok=True)

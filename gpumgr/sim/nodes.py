@@ -1,7 +1,4 @@
-"""Descriptions of simulated nodes: read from YAML, validated, and completed with the PCIe levels that follow from them.
-
-The built-in nodes are in the folder `nodes/` and are examples of the format.
-"""
+"""Descriptions of simulated nodes: read from YAML and validated. The built-in ones in `nodes/` are examples of the format."""
 
 import re
 import uuid
@@ -17,16 +14,16 @@ from gpumgr.placement.devices import MigInstance
 from gpumgr.placement.devices import MigProfile as GpuMigProfile
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
-#: Namespace of UUIDs for GPUs without one in the description: the same node has the same UUIDs everywhere.
+#: For UUIDs of GPUs without one in the description: the same node has the same UUIDs everywhere.
 _NAMESPACE: Final = uuid.UUID("5b0ff8a4-33d5-5b28-9d0f-0c0f6c1c4f11")
 
 MAX_GPUS: Final = 64
 MAX_LINKS: Final = 36
 
-# NVML's numbers for how close two GPUs are (nvmlGpuTopologyLevel_t).
+# nvmlGpuTopologyLevel_t: how close two GPUs are.
 INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
 
-#: The MIG profiles of A100 and later, by NVML's number: id, compute slices, memory slices in a row, and where they may begin.
+#: The MIG profiles of A100 and later: NVML's number -> (id, compute slices, memory slices in a row, where they may begin).
 _MIG_PROFILES: Final = {
     0: (19, 1, 1, (0, 1, 2, 3, 4, 5, 6)),
     1: (14, 2, 2, (0, 2, 4)),
@@ -35,7 +32,7 @@ _MIG_PROFILES: Final = {
     4: (0, 7, 8, (0,)),
     9: (15, 1, 2, (0, 2, 4, 6)),
 }
-#: Memory slices of a MIG device -> how much of their memory it lacks, in units of 128 MiB (as on H100 with 80 GB).
+#: Memory slices of a MIG device -> how much memory it lacks, in units of 128 MiB (H100 with 80 GB).
 _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -46,9 +43,9 @@ Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class GpuModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU model. `reserved_mib` is what the driver reserves; the idle values hold until the control file has other values.
-    `mig_memory_mib` is the memory of MIG devices with 1, 2, 4 and 8 memory slices; without it, it is calculated as for an H100.
-    `unsupported` lists the NVML functions that the driver does not support for it."""
+    """`reserved_mib`: what the driver reserves. Idle values apply until the control file has others. `mig_memory_mib`: the memory of MIG
+    devices with 1, 2, 4 and 8 memory slices; None: calculated as for an H100. `unsupported`: NVML functions that the driver does not
+    support for this model."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
@@ -61,8 +58,8 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One GPU. `pcie` is its chain of PCI parents, root complex first; `board` joins the GPUs of one multi-GPU board. `mig_instances`
-    are the profiles of its MIG devices, which exist while MIG is enabled."""
+    """`pcie`: the chain of PCI parents, root complex first. `board`: the same for GPUs of one multi-GPU board. `mig_instances`: the
+    profiles of its MIG devices, which exist while MIG is enabled."""
 
     model: str
     bus_id: BusId
@@ -82,8 +79,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole node. GPUs are in the order of NVML's indices; `nvlinks` are [GPU, GPU, number of links]; `without` lists the NVML functions
-    that this driver lacks."""
+    """GPUs are in the order of NVML's indices. `nvlinks`: [GPU, GPU, number of links]. `without`: NVML functions that this driver lacks."""
 
     about: str
     driver_version: str
@@ -102,7 +98,6 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
 
     def mig_profiles_of(self, index: int) -> dict[int, GpuMigProfile]:
-        """The MIG profiles of the GPU by NVML's number."""
         model = self.model_of(index)
         gib = -(-model.memory_mib // 1024)
         return {
@@ -121,8 +116,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
-        """The MIG devices of the GPU in NVML's order; their UUIDs are the same everywhere. Devices that do not fit together, or
-        have no known profile, have no memory slices."""
+        """In NVML's order, with the same UUIDs everywhere. Devices that do not fit together, or without a known profile, have no memory
+        slices."""
         profiles = {each.name: each for each in self.mig_profiles_of(index).values()}
         found = [profiles.get(re.sub(r"^\dc\.|\+.*", "", name)) for name in self.gpus[index].mig_instances]
         wanted = [[((1 << each.size) - 1) << start for start in each.starts] if each else [0] for each in found]
@@ -144,7 +139,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return index if minor is None else minor
 
     def nvml_level(self, a: int, b: int) -> int:
-        """NVML's topology level of two GPUs; it follows from the boards, the PCI parents and the NUMA nodes."""
+        """NVML's topology level of two GPUs, by their boards, PCI parents and NUMA nodes."""
         one, other = self.gpus[a], self.gpus[b]
         if one.board is not None and one.board == other.board:
             return INTERNAL
@@ -157,12 +152,12 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return NODE
         if shared == 1:
             return HOSTBRIDGE
-        # Below the last shared port each GPU may have one more, its own port on the same switch.
+        # Below the last shared port each GPU may have its own port on the same switch.
         return SINGLE if max(len(one.pcie), len(other.pcie)) - shared <= 1 else MULTIPLE
 
 
 def _places_of(wanted: Sequence[Sequence[int]], taken: int = 0) -> tuple[int, ...] | None:
-    """Chooses one bit mask from each list so that none overlap; None if that is not possible."""
+    """One bit mask from each list so that none overlap; None if that is not possible."""
     if not wanted:
         return ()
     for mask in wanted[0]:
@@ -176,10 +171,7 @@ def built_in_names() -> tuple[str, ...]:
 
 
 def load_node(name_or_path: str) -> NodeDescription:
-    """The built-in node of that name, else the description in that file.
-
-    Raises SettingsError that names the file, the key and what is allowed.
-    """
+    """The built-in node of that name, else the description in that file. Raises SettingsError."""
     path = _BUILT_IN / f"{name_or_path}.yaml" if name_or_path in built_in_names() else Path(name_or_path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -192,7 +184,7 @@ def load_node(name_or_path: str) -> NodeDescription:
 
 def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
     try:
-        # Scalars stay text until their type is known, since YAML reads an unquoted bus id as a base-60 number.
+        # Scalars stay text until their type is known, because YAML reads an unquoted bus id as a base-60 number.
         raw = yaml.load(text, Loader=yaml.BaseLoader)
         node = msgspec.convert({"name": name, **raw} if isinstance(raw, dict) else raw, NodeDescription, strict=False)
     except yaml.YAMLError as exc:
@@ -205,7 +197,7 @@ def _parse_node(text: str, *, name: str, where: str) -> NodeDescription:
 
 
 def _allowed_keys(message: str) -> str:
-    """The allowed keys where an unknown key was found, as the end of a message."""
+    """For a message about an unknown key, the end of the message with the allowed keys; else empty."""
     if "unknown field" not in message:
         return ""
     place = re.search(r"`\$\.(models|gpus|fabric)", message)
@@ -215,7 +207,6 @@ def _allowed_keys(message: str) -> str:
 
 
 def _contradictions(node: NodeDescription) -> list[str]:
-    """Contradictions between keys that are each valid."""
     problems: list[str] = []
     for index, gpu in enumerate(node.gpus):
         if gpu.model not in node.models:

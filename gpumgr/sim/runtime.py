@@ -1,8 +1,6 @@
-"""A simulated container runtime: CRI v1 on a unix socket, with the calls that a node agent uses (read only).
+"""A simulated container runtime: the calls of CRI v1 that a node agent uses (read only), on a unix socket.
 
-- A container that has ended is listed, as exited, until its pod is removed.
-- A restart creates a new container: another id, the next attempt, another first process.
-- An outage loses nothing: containers start, end and run while the socket does not answer.
+A container that has ended is listed, as exited, until its pod is removed. Containers run on while the socket does not answer.
 """
 
 import hashlib
@@ -26,13 +24,12 @@ _SERVICE: Final = "/runtime.v1.RuntimeService/"
 
 
 class SimRuntime:
-    """Listens at `socket` between `start` and `stop` (or as an async context manager). Each container has one process in `processes`, in
-    a cgroup below /kubepods. `asked` records the called methods."""
+    """Listens between `start` and `stop` (or as an async context manager). Each container has one process in `processes`, in a cgroup below
+    /kubepods. `asked`: the called methods."""
 
     def __init__(self, socket: Path, processes: SimProcesses) -> None:
         self.socket = socket
         self.asked: list[str] = []
-        #: The program of the default runtime.
         self.default_program = "/usr/bin/runc"
         self.processes = processes
         self._containers: dict[str, Container] = {}
@@ -60,7 +57,7 @@ class SimRuntime:
     # -- containers --------------------------------------------------------------------------------------------------------
 
     def run(self, pod: SimPod, name: str) -> Container:
-        """Starts a container of the pod; an earlier container of this name is ended."""
+        """Starts a container of the pod, with a new id and process. An earlier container of this name is ended."""
         attempt = sum(1 for each in self._containers.values() if (each.pod_uid, each.name) == (pod.uid, name))
         self.end(pod.uid, name)
         container_id = hashlib.sha256(f"{pod.uid}/{name}/{attempt}".encode()).hexdigest()
@@ -78,7 +75,6 @@ class SimRuntime:
         return self._containers[container_id]
 
     def end(self, pod_uid: str, name: str) -> tuple[int, ...]:
-        """Ends the container if it runs; returns the pids of its ended processes."""
         container = self.running(pod_uid, name)
         if container is None or container.cgroup is None:
             return ()
@@ -86,7 +82,6 @@ class SimRuntime:
         return self.processes.end_cgroup(container.cgroup)
 
     def remove(self, pod_uid: str) -> tuple[int, ...]:
-        """Ends and removes all containers of the pod; returns the pids of their ended processes."""
         mine = [each for each in self._containers.values() if each.pod_uid == pod_uid]
         pids = [pid for container in mine for pid in self.end(pod_uid, container.name)]
         for container in mine:
@@ -94,7 +89,6 @@ class SimRuntime:
         return tuple(pids)
 
     def running(self, pod_uid: str, name: str) -> Container | None:
-        """The running container of this name in the pod, or None."""
         return next((c for c in self._containers.values() if (c.pod_uid, c.name, c.running) == (pod_uid, name, True)), None)
 
     # -- what it answers ---------------------------------------------------------------------------------------------------
@@ -124,23 +118,22 @@ class SimRuntime:
         return cri.VersionResponse(version="0.1.0", runtime_name="gpumgr-sim", runtime_version="1.0.0", runtime_api_version="v1")
 
     def _sandboxes(self, _request: cri.ListPodSandboxRequest) -> cri.ListPodSandboxResponse:
-        """The ready sandboxes: a pod has one while one of its containers runs."""
+        """A pod has a ready sandbox while one of its containers runs."""
         pods = {(*each.pod, each.pod_uid) for each in self._containers.values() if each.running}
         named = (cri.PodSandboxMetadata(namespace=namespace, name=name, uid=uid) for namespace, name, uid in sorted(pods))
         return cri.ListPodSandboxResponse(items=[cri.PodSandbox(id=each.uid, metadata=each) for each in named])
 
     def _runtime_status(self, _request: cri.StatusRequest) -> cri.StatusResponse:
-        """The verbose status, as containerd writes it."""
         runtimes = {"default": {"runtimePath": "", "options": {"BinaryName": self.default_program}}}
         config = {"containerd": {"defaultRuntimeName": "default", "runtimes": runtimes}}
         return cri.StatusResponse(info={"config": json.dumps(config)})
 
     def _list(self, _request: cri.ListContainersRequest) -> cri.ListContainersResponse:
-        """All containers; the filter is ignored."""
+        """The filter is ignored."""
         return cri.ListContainersResponse(containers=[_listed(container) for container in self._containers.values()])
 
     def _container_status(self, request: cri.ContainerStatusRequest) -> cri.ContainerStatusResponse:
-        """The verbose status, also if the request asks for less."""
+        """The status is always verbose."""
         container = self._containers.get(request.container_id)
         if container is None:
             raise GRPCError(Status.NOT_FOUND, f"container {request.container_id!r} not found")
@@ -155,7 +148,6 @@ def _listed(container: Container) -> cri.Container:
 
 
 def _common(container: Container) -> dict[str, Any]:
-    """The fields that the list and the status have in common."""
     return {
         "id": container.id,
         "metadata": cri.ContainerMetadata(name=container.name, attempt=container.attempt),

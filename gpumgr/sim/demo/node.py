@@ -26,19 +26,18 @@ from gpumgr.sim.runtime import SimRuntime
 NODE_NAME: Final = "demo-node"
 NAMESPACE: Final = "demo"
 SAMPLE_PERIOD_SECONDS: Final = 0.25
-#: Entries of the node's folder: the folder of the simulated GPUs and processes, and the agent's settings file.
+#: Names in the node's folder: the folder of simulated GPUs and processes, and the agent's settings file.
 _GPUS: Final = "gpus"
 _CONFIG: Final = "gpumgr.yaml"
 
 Facts = dict[str, Any]
-#: Settings by section and key.
 Sections = Mapping[str, Mapping[str, object]]
 #: (name, labels) -> value.
 Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container's process uses on each GPU of the container."""
+    """What a container's process uses on each GPU of the container."""
 
     pod: SimPod
     container: str = "main"
@@ -47,10 +46,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedNode:
-    """A simulated node; create it with `open_node`.
-
-    `config` is the agent's settings file, for commands that need it. `pods` are the pods that exist. `indices` are NVML's indices by GPU
-    name, as `control` and `start_process_outside_containers` take them.
+    """A simulated node, made by `open_node`. `config`: the agent's settings file. `pods`: existing pods by UID. `indices`: NVML's indices
+    by GPU name.
 
     Faults: `control` causes faults of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
     start again with `start`.
@@ -81,12 +78,12 @@ class SimulatedNode:
     # -- the agent ---------------------------------------------------------------------------------------------------------
 
     async def start_agent(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the agent and waits until the kubelet can allocate its ids. Raises AgentEndedError."""
+        """Starts the agent; returns when the kubelet can allocate its ids. Raises AgentEndedError."""
         await self.agent.start(environ)
         await self.until_offered()
 
     async def until_offered(self) -> None:
-        """Waits until both resources are registered and have a healthy id. Raises AgentEndedError."""
+        """Returns when both resources are registered and have a healthy id. Raises AgentEndedError."""
         await self.agent.while_running(self._offered())
 
     async def _offered(self) -> None:
@@ -95,17 +92,17 @@ class SimulatedNode:
 
     @property
     def url(self) -> str:
-        """The address of the web page of the agent that was started last."""
+        """The page of the agent that was started last."""
         return str(self.agent_log.find("web_listening")[-1]["url"])
 
     async def graph(self) -> list[Facts]:
-        """The agent's GPUs from /graph, in NVML's order; GPUs that the driver does not show are last."""
+        """GPUs from /graph in NVML's order; GPUs that the driver does not list are last."""
         async with self._http.get(f"{self.url}/graph", params={"format": "json"}) as answer:
             document = await answer.json()
         return sorted(document["gpus"], key=lambda gpu: (gpu["index"] is None, gpu["index"] or 0))
 
     async def maintain(self, action: str, gpu: GpuName, *, reason: str = "") -> Facts:
-        """Sends a maintenance request as `gpumgr gpu` does, over root's unix socket. Raises aiohttp.ClientError if it is refused."""
+        """Sends a maintenance request over root's unix socket, as `gpumgr gpu` does. Raises aiohttp.ClientError if it is refused."""
         connector = aiohttp.UnixConnector(path=str(self.folder / "agent.sock"))
         async with (
             aiohttp.ClientSession(connector=connector, raise_for_status=True) as http,
@@ -115,7 +112,6 @@ class SimulatedNode:
             return done
 
     async def metrics(self) -> Metrics:
-        """The metrics that were rendered last."""
         async with self._http.get(f"{self.url}/metrics") as answer:
             text = await answer.text()
         return {
@@ -125,7 +121,6 @@ class SimulatedNode:
         }
 
     async def memory_used(self) -> Mapping[tuple[str, str, str], float]:
-        """Used bytes by (pod, container, GPU's UUID), from the agent's last metrics."""
         used = [
             (dict(labels), value)
             for (name, labels), value in (await self.metrics()).items()
@@ -134,13 +129,12 @@ class SimulatedNode:
         return {(labels["pod"], labels["container"], labels["gpu"]): value for labels, value in used}
 
     def ledger(self) -> Ledger:
-        """The ledger in the agent's checkpoint. Raises ValueError if one of its invariants is violated."""
+        """The ledger in the agent's checkpoint. Raises ValueError if it violates an invariant."""
         return read_checkpoint(self.folder / "checkpoint").ledger.check()
 
     # -- pods --------------------------------------------------------------------------------------------------------------
 
     def pod(self, name: str, *containers: SimContainer) -> SimPod:
-        """A pod that the scheduler has bound to this node."""
         return SimPod(namespace=NAMESPACE, name=name, uid=f"uid-{next(self._numbers)}", containers=containers)
 
     async def run(self, pod: SimPod) -> PodStatus:
@@ -156,7 +150,7 @@ class SimulatedNode:
         return status
 
     async def restart_container(self, pod: SimPod) -> None:
-        """Ends the container `main` and starts it as another process that uses nothing yet. Raises SimKubeletError if it cannot start."""
+        """Replaces the process of the container `main`; the new one uses nothing yet. Raises SimKubeletError if it can't start."""
         self._load.remove(self.runtime.end(pod.uid, "main"))
         await self.kubelet.start_container(pod, "main")
         self.runtime.run(pod, "main")
@@ -172,30 +166,27 @@ class SimulatedNode:
         self.remove_from_kubelet(pod.uid)
 
     def remove_from_kubelet(self, uid: str) -> None:
-        """Ends the pod's processes and removes the pod from the kubelet. The API server has removed it already, or there is none."""
+        """Also ends the pod's processes. Only for a pod that the API server lacks."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)
 
     def gpus_of(self, pod: SimPod) -> frozenset[GpuName]:
-        """The GPUs of the ids that the kubelet gave to the pod's containers."""
         return frozenset[GpuName]().union(*(self._gpus_of(pod, container.name) for container in pod.containers))
 
     # -- what the processes do ---------------------------------------------------------------------------------------------
 
     def running(self) -> Iterator[tuple[SimPod, SimContainer, frozenset[GpuName]]]:
-        """The containers that run on GPUs."""
         for pod in list(self.pods.values()):
             for container in pod.containers:
                 if container.cores and self.runtime.running(pod.uid, container.name) is not None:
                     yield pod, container, self._gpus_of(pod, container.name)
 
     def use(self, pod: SimPod, container: str = "main", *, memory_bytes: int, sm_percent: int = 0) -> None:
-        """Sets what the container's process uses on each of its GPUs."""
         self.use_all([Use(pod=pod, container=container, memory_bytes=memory_bytes, sm_percent=sm_percent)])
 
     def use_all(self, uses: Iterable[Use]) -> None:
-        """Sets all uses in one change. Uses of containers that do not run are ignored."""
+        """Sets all uses in one change; ignores containers that do not run."""
         self._load.put(
             (self.indices[gpu], SimProcess(pid=running.pid, memory_bytes=use.memory_bytes, sm_percent=use.sm_percent))
             for use in uses
@@ -204,7 +195,6 @@ class SimulatedNode:
         )
 
     def start_process_outside_containers(self, gpu: int, *, memory_bytes: int, sm_percent: int = 0) -> int:
-        """Starts a process outside of all containers on this GPU; returns its pid."""
         pid = self._processes.start()
         self._load.put([(gpu, SimProcess(pid=pid, memory_bytes=memory_bytes, sm_percent=sm_percent))])
         return pid
@@ -220,7 +210,6 @@ class SimulatedNode:
     # -- kubelet and ledger ------------------------------------------------------------------------------------------------
 
     def disagreements(self) -> list[str]:
-        """Differences between the agent's checkpoint and the kubelet about pods with devices; empty if they agree."""
         ledger, found = self.ledger(), list[str]()
         for pod in self.pods.values():
             for container in pod.containers:
@@ -236,7 +225,7 @@ class SimulatedNode:
         return found
 
     def healthy(self, gpu: str) -> Mapping[str, int]:
-        """`core` or `memory` -> number of this GPU's ids that are Healthy."""
+        """`core` or `memory` -> how many of this GPU's ids are Healthy."""
         return {
             kind: sum(
                 healthy
@@ -259,11 +248,11 @@ async def open_node(
     runtime: SimRuntime | None = None,
     **kubelet_options: Any,
 ) -> AsyncIterator[SimulatedNode]:
-    """A node without a running agent (`start_agent` starts it); everything ends at the exit. The path of `folder` must be short: unix
-    sockets are made in it, and a socket's whole path has at most 107 bytes.
+    """A node; `start_agent` starts its agent. Everything ends at the exit. The path of `folder` must be short, because unix sockets in it
+    may have paths of at most 107 bytes.
 
-    `settings` override the node's own, section by section; `command` starts the agent; `runtime` replaces the default runtime, which has
-    simulated processes; it must not be started yet.
+    `settings` override the node's own; `command` starts the agent; `runtime`, which must not be started yet, replaces the default one with
+    simulated processes.
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
@@ -282,8 +271,7 @@ async def open_node(
 
 
 def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over: Sections) -> Sections:
-    """The agent's settings, by section. All paths are in one folder, so the agent uses nothing of this host. `over` overrides the node's
-    own settings. Without an API server (`api` None) the agent runs standalone."""
+    """The agent's settings, with all paths in `folder`, so the agent uses nothing of this host. `api` None: the agent runs standalone."""
     kubeconfig = str(api.kubeconfig(folder / "kubeconfig")) if api is not None else None
     own: dict[str, dict[str, object]] = {
         "node": {"name": NODE_NAME},
@@ -295,8 +283,7 @@ def _settings(folder: Path, runtime: SimRuntime, api: SimApiServer | None, over:
         "kubernetes": {"enabled": api is not None, "kubeconfig": kubeconfig},
         "nvml": {"sample_period_seconds": SAMPLE_PERIOD_SECONDS},
         "container": {"allocation_dir": str(folder / "vm")},
-        # The GPUs are simulated, so nothing of this host is used to limit them: no backend, no MPS program, no CDI files in the host's
-        # folder.
+        # The GPUs are simulated, so the agent must not use this host's backends, MPS program or CDI folder.
         "enforcement": {"backend": "none", "run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
         "mps": {"control_program": str(folder / "no-mps")},
         "cri": {"socket": str(runtime.socket), "cgroup_root": str(runtime.processes.cgroup_root)},

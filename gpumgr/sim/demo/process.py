@@ -16,12 +16,11 @@ from gpumgr.common.foreign_text import decode_json
 
 Line = dict[str, Any]
 
-#: How many of the last lines the text of an error has.
 _TAIL = 12
 
 
 class AgentLog:
-    """All log lines of an agent so far. `on_line` is called with each new line."""
+    """All log lines of an agent so far. `on_line` gets each new one."""
 
     def __init__(self, on_line: Callable[[Line], None] = lambda _line: None) -> None:
         self.lines: list[Line] = []
@@ -29,7 +28,7 @@ class AgentLog:
         self._count = LatestValue(0)
 
     def add(self, raw: bytes) -> None:
-        """Stores a line. One that is not a JSON object (such as of a traceback) becomes an event named "text"."""
+        """Stores a line. Text that is not a JSON object, such as a traceback, becomes an event named "text"."""
         text = raw.decode(errors="replace").rstrip("\n")
         try:
             line = decode_json(text)
@@ -42,7 +41,6 @@ class AgentLog:
         self._count.set(len(self.lines))
 
     def find(self, event: str, **fields: object) -> list[Line]:
-        """Lines of this event with these fields."""
         wanted = {"event": event, **fields}
         return [line for line in self.lines if wanted.items() <= line.items()]
 
@@ -51,7 +49,7 @@ class AgentLog:
         return await self.until_match(lambda line: {"event": event, **fields}.items() <= line.items(), since=since)
 
     async def until_match(self, matches: Callable[[Line], bool], *, since: int = 0) -> Line:
-        """Returns the first line from number `since` on for which `matches` is true, as soon as it is logged."""
+        """Like `until`, for a line for which `matches` is true."""
         with self._count.subscribe() as counts:
             async for _ in counts:
                 for line in self.lines[since:]:
@@ -61,7 +59,6 @@ class AgentLog:
         raise AssertionError("no other task closes this subscription")
 
     def tail(self) -> str:
-        """The last lines as text, for error messages."""
         return "\n".join(json.dumps(line) if line["event"] != "text" else line["text"] for line in self.lines[-_TAIL:])
 
 
@@ -70,10 +67,9 @@ T = TypeVar("T")
 #: `python -m gpumgr`, with this interpreter.
 COMMAND: Final = (sys.executable, "-m", "gpumgr")
 _LONGEST_LINE_BYTES: Final = 1 << 20
-#: Loaded before a process is forked, since the child of a process with threads may not load it.
+#: Loaded before a fork, because the child of a process with threads may not load it.
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG: Final = 1
-#: Time between SIGTERM and SIGKILL.
 _PATIENCE_SECONDS: Final = 20.0
 
 
@@ -82,9 +78,9 @@ class AgentEndedError(GpumgrError):
 
 
 class AgentProcess:
-    """One agent, which may be started several times. `agent_log` has the lines of all its starts.
+    """One agent, which may be started several times; `agent_log` has the lines of all starts.
 
-    The agent leads a process group of its own, so that Ctrl-C on the terminal does not signal the agent.
+    It leads a process group of its own, so Ctrl-C on the terminal does not signal it.
     """
 
     def __init__(self, arguments: Sequence[str], agent_log: AgentLog, *, command: Sequence[str] = COMMAND) -> None:
@@ -95,7 +91,7 @@ class AgentProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process's pid; None while it does not run."""
+        """None while the process does not run."""
         process = self._process
         return process.pid if process is not None and self.running else None
 
@@ -104,7 +100,7 @@ class AgentProcess:
         return self._reader is not None and not self._reader.done()
 
     async def start(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the process. It gets this process's environment, without variables that would configure an agent, and `environ`."""
+        """Starts the process with this process's environment, without variables that configure an agent, and with `environ`."""
         inherited = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,
@@ -119,7 +115,7 @@ class AgentProcess:
         self._reader = asyncio.create_task(self._read(self._process), name="agent_log")
 
     async def while_running(self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises AgentEndedError with the end of the log if the agent ends first."""
+        """Returns the result of `work`. Raises AgentEndedError, with the end of the log, if the agent ends first."""
         assert self._reader is not None, "the agent was started"
         done = await run_until(self.ended(), work)
         if done.cancelled():
@@ -132,7 +128,7 @@ class AgentProcess:
         return await asyncio.shield(self._reader)
 
     async def stop(self) -> int:
-        """Sends SIGTERM; returns the exit status."""
+        """Sends SIGTERM (and SIGKILL if that has no effect); returns the exit status."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -141,7 +137,6 @@ class AgentProcess:
             return await self.kill()
 
     async def kill(self) -> int:
-        """Sends SIGKILL; returns the exit status."""
         self.signal(signal.SIGKILL)
         return await self.ended()
 
@@ -161,7 +156,7 @@ class AgentProcess:
 
 
 def _end_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, also by SIGKILL: no agent is left alone."""
+    """Lets the kernel kill the agent when the thread that started it ends, so no agent is left alone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 

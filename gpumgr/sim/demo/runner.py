@@ -1,4 +1,4 @@
-"""Runs the script on a new simulated node and reports the result of each step; shows the agent's log lines."""
+"""Runs the script on a new simulated node; shows the result of each step and the agent's log lines."""
 
 import asyncio
 import contextlib
@@ -26,50 +26,44 @@ from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimKubeletError
 from gpumgr.sim.library import compile_library
 
-#: Fields of every log line.
 _COMMON: Final = ("event", "level", "timestamp")
 
 
 def log_text(line: Line) -> str:
-    """The event and the other fields of a log line that are not empty."""
     facts = {key: ",".join(map(str, value)) if isinstance(value, list) else value for key, value in line.items()}
     words = (f"{key}={value}" for key, value in facts.items() if key not in _COMMON and value not in (None, ""))
     return " ".join([line["event"], *words])
 
 
 SIM: Final = "hgx-h100-8"
-#: Time limits of the whole script and of one step. A step that takes longer waits for something that does not happen.
+#: Time limits of the script and of one step, which would otherwise wait for an event that does not happen.
 _SCRIPT_SECONDS: Final = 120.0
 _STEP_SECONDS: Final = 30.0
-#: The ports to try; the agent's default port is the first.
 _PAGE_PORTS: Final = range(5678, 5698)
 _TEMPORARY_FOLDER_BYTES: Final = 40
 _NAME_CELLS: Final = 23
-#: The pause between two steps, for a user who watches.
 _PAUSE_SECONDS: Final = 0.5
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a step; `detail` says what happened or what is wrong."""
-
     name: str
     ok: bool
     detail: str
 
 
 def own_command() -> str:
-    """The command that starts gpumgr in the shell in which the demo was started."""
+    """How to call gpumgr in the shell in which the demo was started."""
     if shutil.which("gpumgr"):
         return "gpumgr"
     return sys.argv[0] if Path(sys.argv[0]).name == "gpumgr" else " ".join(COMMAND)
 
 
 async def play(*, stays: bool) -> list[Result]:
-    """Plays the script, and prints each line of the agent's log and the result of each step. Returns the results of all steps. `stays`:
-    activity continues after the script. Raises GpumgrError if the simulated node cannot be built (no C compiler).
+    """Plays the script, prints the agent's log and the results, and returns the results. `stays`: activity continues after the script.
+    Raises GpumgrError if the simulated node can't be built (no C compiler).
 
-    Signals are handled before the folder exists and until it is removed, so that an interrupted demo leaves no folder.
+    Signals are handled before the folder exists and until it is removed, so an interrupted demo leaves no folder.
     """
     results: list[Result] = []
     with (
@@ -100,24 +94,23 @@ async def play(*, stays: bool) -> list[Result]:
 
 
 def _short_temporary_folder() -> str:
-    """The temporary directory, or /tmp if its path is too long for the unix sockets below it (107 bytes)."""
+    """The temporary directory, or /tmp if its path is too long for unix sockets (107 bytes)."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _TEMPORARY_FOLDER_BYTES else "/tmp"
 
 
 @contextlib.contextmanager
 def reserved_page_port() -> Iterator[int]:
-    """The first of the page's ports that is free and that no other demo has reserved; 0 if none is.
+    """The first of _PAGE_PORTS that is free and not reserved by another demo; 0 if none is.
 
-    A fixed port lets a browser find the page again after a restart of the agent. The kernel assigns ephemeral ports from a higher range,
-    so only another demo may take the port before the agent listens: an abstract unix socket is the reservation, which ends with the demo.
+    With a fixed port a browser finds the page again after a restart of the agent. Ephemeral ports are higher, so only another demo may take
+    the port before the agent listens. An abstract unix socket is the reservation; it ends with the demo.
     """
     with socket.socket(socket.AF_UNIX) as reservation:
         yield next((port for port in _PAGE_PORTS if _reserve(reservation, port)), 0)
 
 
 def _reserve(reservation: socket.socket, port: int) -> bool:
-    """Returns False if the port is in use, or reserved by another demo."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
         reservation.bind(f"\0gpumgr-demo-page-{port}")
         return True
@@ -126,7 +119,6 @@ def _reserve(reservation: socket.socket, port: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def _at_work(work: Workload) -> AsyncIterator[None]:
-    """Runs the containers' workload. Raises its exceptions."""
     task = asyncio.create_task(work.run(), name="work")
     try:
         yield
@@ -141,12 +133,11 @@ def _print_log_line(line: Line) -> None:
 
 
 def _print_result(result: Result) -> None:
-    """Prints one line, or more for an error that has more lines."""
     click.echo(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{_NAME_CELLS}}  {result.detail}")
 
 
 async def _play_steps(steps: Sequence[Step], node: SimulatedNode, results: list[Result], *, pause_seconds: float = 0.0) -> None:
-    """Runs steps up to the first that fails: later steps depend on it."""
+    """Runs steps up to the first that fails, because later steps depend on it."""
     deadline = time.monotonic() + _SCRIPT_SECONDS
     for step in steps:
         results.append(await _play_step(step, node, max(0.0, min(_STEP_SECONDS, deadline - time.monotonic()))))
@@ -157,7 +148,7 @@ async def _play_steps(steps: Sequence[Step], node: SimulatedNode, results: list[
 
 
 async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
-    """Runs one step. After each step kubelet and ledger must agree."""
+    """After each step kubelet and ledger must agree."""
     try:
         async with asyncio.timeout(seconds):
             detail = await step.play()
@@ -174,7 +165,7 @@ async def _play_step(step: Step, node: SimulatedNode, seconds: float) -> Result:
 
 @contextlib.contextmanager
 def _interruption() -> Iterator[asyncio.Event]:
-    """An event that Ctrl-C, SIGTERM and the end of the terminal set, so that everything is removed at the end."""
+    """An event that SIGINT, SIGTERM and SIGHUP set, so that the demo cleans up."""
     loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
     for number in _SIGNALS:
         loop.add_signal_handler(number, interrupted.set)
@@ -186,7 +177,6 @@ def _interruption() -> Iterator[asyncio.Event]:
 
 
 async def _unless(interrupted: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end or until the event is set."""
     done = await run_until(interrupted.wait(), work)
     if not done.cancelled():
         done.result()

@@ -15,7 +15,6 @@ from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 _XID: Final = 79
 #: The reason of a pod that the kubelet fails because a device plugin refused it.
 _REFUSED: Final = "UnexpectedAdmissionError"
-#: The interval at which the agent's pages are polled for an expected value.
 _LOOK_SECONDS: Final = 0.1
 
 #: (pod, container, GPU's UUID)
@@ -63,7 +62,6 @@ class Script:
 
     @property
     def last_step(self) -> Step:
-        """Stops the agent."""
         return Step("the agent stops", self.stop)
 
     # -- the steps ---------------------------------------------------------------------------------------------------------
@@ -247,7 +245,6 @@ class Script:
         return used
 
     async def _decision(self, name: str) -> Line:
-        """The log line about the placement of the pod's first container."""
         return await self._node.agent_log.until("allocation_granted", pod=f"{self._pods[name].namespace}/{name}")
 
     async def _gpu(self, name: GpuName) -> Facts:

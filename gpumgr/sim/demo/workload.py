@@ -1,4 +1,4 @@
-"""What the demo's containers do: memory and utilisation that vary within each grant, the same in every run."""
+"""What the demo's containers do: memory and utilization that vary within each grant, the same in every run."""
 
 import asyncio
 import itertools
@@ -13,25 +13,21 @@ from gpumgr.sim.demo.node import SimulatedNode, Use
 from gpumgr.sim.kubelet import SimContainer, SimPod
 
 TICK_SECONDS: Final = 0.25
-#: Number of ticks in which a new container loads its model.
+#: A new container loads its model for this time.
 _LOADING_TICKS: Final = 4
-#: The period in which the use of a container varies.
 _PERIOD_TICKS: Final = 40
-#: Memory beyond the grant while a container exceeds its limit: more than the agent tolerates.
+#: More than the agent tolerates.
 _EXCESS_BYTES: Final = 1 << 30
 
 
 def use_at(name: str, tick: int, *, memory_bytes: int, cores: int) -> tuple[int, int]:
-    """Bytes and percent of the GPU after `tick` ticks, for a grant of `memory_bytes` and `cores`; less than the grant. `name` decides where
-    in its period the container begins."""
+    """(bytes, percent of the GPU) after `tick` ticks, less than the grant. `name` decides where in its period the container begins."""
     wave = math.sin(2 * math.pi * (tick / _PERIOD_TICKS + Random(name).random()))
     loaded = min(1.0, (tick + 1) / _LOADING_TICKS)
     return int(memory_bytes * loaded * (0.7 + 0.15 * wave)), max(1, int(cores * loaded * (0.65 + 0.2 * wave)))
 
 
 class Workload:
-    """Sets the use of every container of the node. Processes outside the containers are not changed."""
-
     def __init__(self, node: SimulatedNode) -> None:
         self._node = node
         self._ticks: dict[tuple[str, str], int] = {}
@@ -43,14 +39,12 @@ class Workload:
             await asyncio.sleep(TICK_SECONDS)
 
     def exceed_limit(self, pod: SimPod) -> None:
-        """The pod's containers use more memory than they were granted, from the next tick on."""
         self._over.add(pod.uid)
 
     def stay_within_limit(self, pod: SimPod) -> None:
         self._over.discard(pod.uid)
 
     def tick(self) -> None:
-        """Advances all containers by one step."""
         uses = list(self._uses())
         self._ticks = {(use.pod.uid, use.container): self._ticks.get((use.pod.uid, use.container), 0) + 1 for use in uses}
         self._node.use_all(uses)
@@ -75,24 +69,20 @@ class Workload:
 
 
 _ROUND_SECONDS: Final = 1.5
-#: Cores and memory blocks of the short-lived pods. One pod runs for each entry.
+#: Cores and memory blocks of the short-lived pods, which run at the same time.
 _GUESTS: Final = ((20, 40), (30, 100), (25, 25))
-#: Requests (cores, memory blocks) that no GPU can serve. The node's total free capacity suffices, so the kubelet asks for them.
+#: Requests (cores, memory blocks) that no GPU can serve. The node has enough in total, so the kubelet calls the plugin.
 _IMPOSSIBLE: Final = ((10, 250), (20, 0), (0, 10))
-#: The activity repeats after this many rounds.
 _CYCLE_ROUNDS: Final = 20
-#: In these rounds of a cycle the first share exceeds its memory.
 _OVER_ROUNDS: Final = range(2, 8)
-#: In these rounds of a cycle an unattributed process is on the GPU of the first share.
 _STRAY_ROUNDS: Final = range(11, 15)
 _STRAY_BYTES: Final = 600 << 20
-#: A pod is refused once in this many rounds, when all short-lived pods run.
 _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Rounds of events after the script: each replaces a short-lived pod; in some a pod is refused, a share exceeds its memory, or a
-    process runs outside of the containers."""
+    """Rounds of events after the script. Each replaces a short-lived pod; in some a pod is refused, a share exceeds its memory, or a
+    process runs outside of containers."""
 
     def __init__(self, node: SimulatedNode, work: Workload) -> None:
         self._node, self._work = node, work
@@ -100,7 +90,7 @@ class Activity:
         self._stray: int | None = None
 
     async def run(self, ended: asyncio.Event) -> None:
-        """Runs until the event is set, and completes the round in progress."""
+        """Runs until the event is set, and completes the current round."""
         self._node.delete(self._named("patient"))
         await self._node.agent_log.until("allocation_freed", holder="demo/patient (main)")
         for number in itertools.count():
@@ -128,7 +118,6 @@ class Activity:
             self._stray = None
 
     async def _replace_guest(self, number: int) -> None:
-        """Starts a short-lived pod. If the maximum number runs, it deletes the oldest one first."""
         if len(self._guests) == len(_GUESTS):
             self._node.delete(self._guests.pop(0))
         self._guests.append(await self._run(f"guest-{number}", *_GUESTS[number % len(_GUESTS)]))
