@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 _MOST_TOKEN_BYTES: Final = 16 * 1024
 _MOST_PEM_BYTES: Final = 1 << 20
-#: How long a request or handshake waits for the files' check. While one hangs, later requests do not wait.
+#: How long a request or handshake waits for the files' check. While a check hangs, later requests do not wait.
 LOOK_SECONDS: Final = 2.0
 
 T = TypeVar("T")

@@ -190,7 +190,7 @@ def pod_details(
 ) -> PodDetails | None:
     """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod, `history` is oldest first.
 
-    Its history has the entries of all pods of this name. It also has their GPUs' entries between the first and the last of these, or up to
+    The document has the entries of all pods of this name. It also has their GPUs' entries between the first and the last of these, or up to
     now while there is an allocation.
     """
     ledger = report.view.ledger
