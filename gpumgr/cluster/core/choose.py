@@ -210,8 +210,12 @@ def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[Contain
         return replace(left, replicas=1)
     if taken.cores and not taken.slices:  # by containers that started before its MIG mode was enabled
         return None
-    place = find_place(gpu.mig, taken.slices, *requests)
+    place = _free_place(gpu.mig, taken.slices, *requests)
     return replace(amounts_of(place, gpu.mig), replicas=1) if place is not None else None
+
+
+#: Cached for the same reason as `_capacity`.
+_free_place = lru_cache(maxsize=1 << 14)(find_place)
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:

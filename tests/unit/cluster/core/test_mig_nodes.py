@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpumgr.cluster.core import choose as choose_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares, used_on
@@ -231,3 +232,11 @@ def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) 
             assert taken == used.slices
             assert used.cores <= 100
             assert used.memory_mebibytes <= gpu.memory_mebibytes
+
+
+def test_the_place_on_gpus_with_equal_use_is_computed_once() -> None:
+    """Many nodes have them; without this a new request takes three times as long."""
+    before = choose_module._free_place.cache_info().misses
+    for name in "abc":
+        assert chosen(with_mig(node_state(name, 8)), hami(memory=5123)) == [[(0, 14, 9984, 1 << 6)]]
+    assert choose_module._free_place.cache_info().misses == before + 1
