@@ -1,4 +1,4 @@
-"""The connection to the API server: it sends requests, renews credentials, and asks which rights an account has."""
+"""The connection to the API server: requests, renewal of credentials, and which rights an account has."""
 
 import asyncio
 import contextlib
@@ -40,10 +40,10 @@ _SET_IT: Final = (
 )
 #: What a request raises: no answer (a TimeoutError is an OSError), a refusal, or unusable credentials.
 API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
-#: What the decoding of an API object raises if its structure is wrong or nested too deeply.
+#: What decoding raises for an API object of another structure, or one that is nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: The API server retries an eviction with a wrong UID for ten seconds before it refuses the eviction, so the timeout is longer.
+#: Longer than the ten seconds after which the API server refuses an eviction with a wrong UID.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of refused credentials, because a read may run a program.
 _RENEW_SECONDS: Final = 5.0
@@ -51,7 +51,7 @@ MAX_RETRY_AFTER_SECONDS: Final = 120.0
 
 _REVIEWS: Final = "authorization.k8s.io/v1"
 
-#: These options detect a peer that vanished without closing the connection (power, network) within about half a minute.
+#: They detect a peer that vanished without closing the connection (power, network) within about half a minute.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -69,7 +69,7 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class ApiServer:
-    """Sends requests to the API server. Create it with `connect` inside a running event loop, and call `close` at the end."""
+    """Create it with `connect` inside a running event loop, and call `close` at the end."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ApiServer:
     ) -> None:
         self._files, self._clock, self._max_retry_after_seconds = files, clock, max_retry_after_seconds
         self._credentials = credentials
-        # Watch events are long lines. With the default buffer the client would pause reading at each of them.
+        # Watch events are long lines. With the default buffer, reading would pause at each of them.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=100, socket_factory=_socket), read_bufsize=1 << 21
         )
@@ -88,8 +88,8 @@ class ApiServer:
         self._refused = False
         self._renewing = asyncio.Lock()
         self._renewal_due = -math.inf
-        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. The
-        #: name is in the key because many objects share the path of a POST.
+        #: (Method, path, name in the body) of a write that was refused with Retry-After -> when it may be sent again, and the status. Many
+        #: objects share the path of a POST, so the name is needed.
         self._held: dict[tuple[Method, str, str], tuple[float, int]] = {}
         #: Why the last renewal failed; None if it succeeded.
         self._unreadable: SettingsError | None = None
@@ -103,8 +103,7 @@ class ApiServer:
         clock: Callable[[], float] = time.monotonic,
         max_retry_after_seconds: float = MAX_RETRY_AFTER_SECONDS,
     ) -> Self:
-        """Reads the credentials; sends nothing yet. `kubeconfig`: None for the service account of the pod. `max_retry_after_seconds` limits
-        each Retry-After.
+        """Reads the credentials. `kubeconfig`: None for the service account of the pod. `max_retry_after_seconds` limits each Retry-After.
 
         Raises SettingsError, which ends with `remedy`, if the credentials are missing or can't be read.
         """
@@ -114,8 +113,7 @@ class ApiServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def session(cls, kubeconfig: Path | None, *, remedy: str = _SET_IT) -> AsyncIterator[Self]:
-        """As `connect`; closes the connection at the end of the block. Converts connection errors and UNREADABLE from the block to
-        GpumgrError."""
+        """A connection for the block. Converts connection errors and UNREADABLE from the block to GpumgrError."""
         server = await cls.connect(kubeconfig, remedy=remedy)
         place = "the API server" + (f" of {kubeconfig}" if kubeconfig else "")
         try:
@@ -131,10 +129,8 @@ class ApiServer:
         await self._session.close()
 
     async def _renew(self) -> None:
-        """Reads the credentials again after a 401, because kubeconfig files and certificates are replaced in place.
-
-        All callers wait for one renewal. If the read fails, the earlier credentials stay in use until a later call reads them.
-        """
+        """Reads the credentials again after a 401, because kubeconfig files and certificates are replaced in place. All callers wait for
+        one renewal. If it fails, the earlier credentials stay in use until a later call succeeds."""
         async with self._renewing:
             if not self._refused or self._clock() < self._renewal_due:
                 return
@@ -159,13 +155,13 @@ class ApiServer:
         headers: Mapping[str, str] | None = None,
         check: Callable[[], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends one request, but neither reads the answer's body nor checks its status. `patch` is the type of a PATCH. The first request
-        after a 401 reads the credentials again. A write that was refused with Retry-After is not sent again before that time.
+        """Sends one request, but neither reads the answer's body nor checks its status. The first request after a 401 reads the credentials
+        again. A write that was refused with Retry-After is not sent again before that time.
 
         `check` is called on the open connection, immediately before the body is sent. If it raises, the body is not sent, and the error is
         the cause of an aiohttp.ClientConnectionError.
 
-        Raises API_FAILURES. An AnswerError means that the write must wait, or that after a 401 the credentials can't be read.
+        Raises API_FAILURES: an AnswerError if the write must wait, or if the credentials can't be read after a 401.
         """
         write = method, path, _name(body)
         self._check_held(write)
@@ -233,7 +229,7 @@ class ApiServer:
         patch: PatchKind = "merge",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Sends one request and checks only the status of the answer. Returns False if the status is in `but`. `check`: see `request`.
+        """Sends one request and checks the status of the answer. Returns False if it is in `but`. `check`: see `request`.
 
         Raises AnswerError for any other refusal, and what `request` raises.
         """
@@ -247,8 +243,7 @@ class ApiServer:
     async def read(
         self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, query: Mapping[str, str] = {}
     ) -> dict[str, Any]:
-        """Returns the object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request`
-        raises."""
+        """The object in the answer. Raises AnswerError for a refusal or an answer that is no JSON object, and what `request` raises."""
         async with self.request(method, path, query, _WRITE_TIMEOUT, body) as response:
             if response.status >= 300:
                 raise await answer_error(response)
@@ -258,7 +253,7 @@ class ApiServer:
                 raise AnswerError(f"the API server's answer is no JSON object: {error}", status=response.status) from error
 
     async def find(self, path: str, *, query: Mapping[str, str] = {}) -> dict[str, Any] | None:
-        """As `read`, but returns None if there is no such object (HTTP 404)."""
+        """As `read`; None for HTTP 404."""
         try:
             return await self.read("GET", path, query=query)
         except AnswerError as error:
@@ -309,7 +304,7 @@ class _Status(msgspec.Struct):
 
 
 async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
-    """Returns the error in the answer. Raises what the read of the answer's body raises."""
+    """The error in the answer. Raises what the read of its body raises."""
     body = await response.content.read(4096)
     try:
         message = decode_json(body, _Status).message
@@ -323,7 +318,7 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """The Retry-After in seconds; 0.0 if it is missing or a date."""
+    """0.0 if it is missing or a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 

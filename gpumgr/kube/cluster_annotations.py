@@ -80,12 +80,9 @@ class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of the node.
-
-    `memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, only if it differs from the position in
-    `gpus`; that is so if the driver can't describe a GPU with a lower index. `replicas`: how many containers with HAMi's resources may
-    share the GPU. `mig`: the profiles of MIG devices that the agent creates on demand (`mig_rows`); such a GPU is not shared.
-    """
+    """`memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, if it differs from the position in `gpus`
+    because the driver can't describe a GPU with a lower index. `replicas`: how many containers with HAMi's resources may share the GPU.
+    `mig`: the profiles of MIG devices that the agent creates on demand (`mig_rows`); such a GPU is not shared."""
 
     uuid: Uuid
     model: Text = ""
@@ -155,7 +152,7 @@ def encode(value: Inventory | Placement) -> str:
 
 
 def decode_inventory(text: str) -> Inventory:
-    """Raises ValueError, which says what is wrong: no JSON, another version, values out of range, or GPUs that contradict each other."""
+    """Raises ValueError, which says what is wrong."""
     inventory = decode_json(text, Inventory)
     if len({gpu.uuid for gpu in inventory.gpus}) != len(inventory.gpus):
         raise ValueError("a UUID appears twice in gpus")
@@ -173,7 +170,7 @@ def decode_inventory(text: str) -> Inventory:
 
 
 def decode_placement(text: str) -> Placement:
-    """Raises ValueError, which says what is wrong: no JSON, another version, values out of range, or a GPU twice in a container."""
+    """Raises ValueError, which says what is wrong."""
     placement = decode_json(text, Placement)
     for name, shares in placement.containers.items():
         if not shares or len({share.gpu for share in shares}) != len(shares):

@@ -79,7 +79,7 @@ class CredentialFiles:
         return found
 
     async def refresh(self, credentials: Credentials) -> None:
-        """Reads the token of the service account again if that is due. If the read fails, the earlier token stays in use."""
+        """Reads the token of the service account again if due. If that fails, the earlier token stays in use."""
         if self._kubeconfig is not None or time.monotonic() < self._token_due:
             return
         async with self._token_read:
@@ -128,8 +128,8 @@ class CredentialFiles:
 
 
 def _environment_proxy(server: str) -> str | None:
-    """The proxy for this URL from HTTPS_PROXY, HTTP_PROXY and NO_PROXY. The HTTP client's own lookup would also read ~/.netrc, on two
-    threads for each request."""
+    """The proxy for this URL from HTTPS_PROXY, HTTP_PROXY and NO_PROXY. The HTTP client would also read ~/.netrc, on two threads for each
+    request."""
     url = urlsplit(server)
     return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
 
@@ -149,7 +149,7 @@ def _check(kubeconfig: Path) -> None:
         raise ValueError("a path with a colon means several paths")
     if not stat.S_ISREG(os.stat(kubeconfig).st_mode):
         raise ValueError("it is not a regular file")
-    # PyYAML gets bytes, because its errors quote lines of a text, and these lines can contain secrets.
+    # PyYAML gets bytes, because its errors would quote lines of a text, which can contain secrets.
     with kubeconfig.open("rb") as file:
         content = yaml.safe_load(file)
     if not isinstance(content, dict):

@@ -30,7 +30,7 @@ _DEVICE: Final = re.compile(r"([^,:;]+),[^,:;]*,([0-9]{1,10}),([0-9]{1,10}):")
 def replica_request(
     wanted: Mapping[str, object], resources: ReplicaResources, parse_quantity: Callable[[str], int]
 ) -> ReplicaRequest | None:
-    """A container's request for HAMi's resources; None without one. `wanted`: resource -> quantity. Amounts above 100 % stay, because
+    """A container's request for HAMi's resources, if any. `wanted`: resource -> quantity. Amounts above 100 % stay, because
     `ReplicaRequest.problem` reports them. Raises ValueError for an invalid quantity."""
 
     def amount(name: str) -> int:
@@ -40,8 +40,8 @@ def replica_request(
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
-    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory. Pods that the webhook did not see are
-    # treated alike.
+    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory. Pods that it did not see are treated
+    # alike.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
     cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
@@ -202,7 +202,7 @@ def decode_register(text: str) -> Sequence[RegisteredGpu]:
 
 
 def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
-    """The text of SCORES: for each GPU the scores of its links to the other GPUs."""
+    """For each GPU the scores of its links to the other GPUs."""
     rows = [
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)

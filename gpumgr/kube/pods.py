@@ -35,7 +35,7 @@ _FACTORS: Final = {
     **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
 }
 _MAX_QUANTITY: Final = 1 << 63
-#: Annotation of a static pod's mirror pod, which only the kubelet can create. It has the UID that the kubelet gave the static pod.
+#: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that it gave the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
 #: The annotation and the environment variable for two further fields of gpu-manager's /usage.
 CLUSTER_ANNOTATION: Final = "clusterName"
@@ -46,8 +46,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
 _RESIZE_EXAMPLE: Final = '{"main": {"cores": 40, "memoryMiB": 4096}}'
-#: A placement without a GPU for any container. With it the agent refuses the containers, because HAMi's scheduler would not count GPUs that
-#: the agent chooses itself.
+#: A placement without any GPU. The agent refuses its containers, because HAMi's scheduler would not count GPUs that the agent chooses.
 _NO_GPUS: Final = (("", ()),)
 
 
@@ -123,8 +122,8 @@ def _placed(annotations: Mapping[str, Any], node: str, containers: Sequence[Cont
 
 
 def _with_memory(container: ContainerSpec, placed: Mapping[str, Sequence[NamedGpu]]) -> ContainerSpec:
-    """The container with the memory that HAMi's scheduler wrote for a request in percent. The agent can't compute it, because the scheduler
-    took the percentage of the memory that was registered at the placement."""
+    """Adds the memory that HAMi's scheduler wrote for a request in percent. The agent can't compute it, because it depends on the memory
+    that was registered at the placement."""
     if (wanted := container.replicas) is None or wanted.memory_mebibytes is not None:
         return container
     memory = tuple((uuid, amounts.memory_mebibytes) for uuid, amounts in placed.get(container.name, ()))
@@ -163,12 +162,12 @@ def quantity_or_0(text: str) -> int:
 
 
 def parse_rounded_up(text: str) -> int:
-    """Rounds a quantity up, as Kubernetes' Quantity.Value does: 10 for "9500m". Raises ValueError for negative numbers and other texts."""
+    """Rounds a quantity up, as Kubernetes' Quantity.Value does: 10 for "9500m". Raises ValueError."""
     return ceil(_decimal(text))
 
 
 def parse_milli(text: str) -> int:
-    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError for negative numbers and other texts."""
+    """A quantity in thousandths, rounded up: 500 for "500m" and "0.5". Raises ValueError."""
     return ceil(_decimal(text) * 1000)
 
 

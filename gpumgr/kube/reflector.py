@@ -3,10 +3,9 @@
 Invariants:
 1. The copy has the newest resource version received. If that version has expired, all objects are listed again. An object that the list
    lacks counts as deleted.
-2. No behaviour of the server ends or blocks the reflector. Each failure is retried after a growing, jittered pause or Retry-After; only a
-   watch that lasted for `lasted_seconds` is resumed at once. Each wait for the server has a limit.
-3. Each object is decoded on its own. An object that can't be read is reported in the log and in an event. Its last result stays; it never
-   counts as deleted.
+2. No behaviour of the server ends or blocks the reflector. Each wait has a limit, and each failure is retried after a growing, jittered
+   pause or Retry-After. Only a watch that lasted for `lasted_seconds` is resumed at once.
+3. Each object is decoded on its own. An object that can't be read is reported in the log and in an event. Its last result stays.
 """
 
 import asyncio
@@ -100,11 +99,9 @@ T = TypeVar("T", bound=Keyed)
 
 
 class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """When the reflector requests, resumes and gives up a watch.
-
-    `watch_seconds`: the shortest and the longest requested duration of a watch. A silent watch is given up `silence_seconds` after the
-    requested duration. `lasted_seconds`: a watch that lasted this long is resumed at once. `pause_seconds`: the first and the longest pause
-    after a failure.
+    """`watch_seconds`: the shortest and the longest requested duration of a watch. A silent watch is given up `silence_seconds` after that
+    duration. `lasted_seconds`: a watch that lasted this long is resumed at once. `pause_seconds`: the first and the longest pause after a
+    failure.
 
     The last two fields limit the time without an event, a bookmark or a requested end of a watch. After `list_seconds` the objects are
     listed again. After `outdated_seconds` the copy is outdated if a list has failed, too.
@@ -121,9 +118,9 @@ class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
 def prompt_watches(outdated_seconds: float) -> WatchTimes:
     """Times with which a silent server is noticed within `outdated_seconds` (15 or more).
 
-    The API server sends a bookmark once a minute and about 2 s before the requested end of a watch (storage/cacher). If the resource has
-    not changed since the watch began, there is only the end of the watch. So watches are short: with 30 s they take 18 to 20 s, their end
-    may be 2 s late, and 8 s are left for a list.
+    The API server sends a bookmark once a minute and about 2 s before the requested end of a watch (storage/cacher), but none if the
+    resource has not changed since the watch began. So watches are short: with 30 s they take 18 to 20 s, their end may be 2 s late, and 8 s
+    are left for a list.
     """
     return WatchTimes(
         watch_seconds=(int(0.6 * outdated_seconds), int(outdated_seconds * 2 / 3)),
@@ -136,16 +133,13 @@ def prompt_watches(outdated_seconds: float) -> WatchTimes:
 
 
 class ExpiredError(GpumgrError):
-    """The resource version is too old (410), or the stream is malformed; all objects must be listed again."""
+    """The resource version is too old (410), or the stream is malformed. All objects must be listed again."""
 
 
 class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The selected objects of a path, and how they are read. For objects with more than `thread_bytes`, `decode` and `parse` run on a
-    thread.
-
-    `decode` takes the JSON of an object; if it returns None, the object is ignored. `parse` takes the result of `decode`. `write_events`:
-    whether an object that can't be read gets an event now.
-    """
+    """The selected objects of a path. `decode` takes the JSON of an object; if it returns None, the object is ignored. `parse` takes the
+    result of `decode`. For objects with more than `thread_bytes` both run on a thread. `write_events`: whether an object that can't be read
+    gets an event now."""
 
     path: str
     query: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -162,11 +156,11 @@ class _UnreadableObjects:
         self._server, self._path, self._write_events = server, path, write_events
         self.reasons: dict[str, str] = {}
         self._events_left = _MOST_EVENTS
-        #: Keeps the tasks alive, because the event loop has only weak references to them.
+        #: The event loop has only weak references to tasks.
         self._writing: set[asyncio.Task[None]] = set()
 
     def listed(self, uids: set[str]) -> None:
-        """Call it after a list, with the UIDs of the listed objects that can't be read."""
+        """Call it after a list. `uids`: the listed objects that can't be read."""
         self.reasons = {uid: why for uid, why in self.reasons.items() if uid in uids}
         self._events_left = _MOST_EVENTS
 
@@ -194,8 +188,8 @@ class _UnreadableObjects:
 
 
 class Reflector(Generic[T]):
-    """Keeps the copy up to date while `run` runs. `on_change(before, after)` is called for each difference; None means that the object does
-    not exist. `on_list` is called after each list, because an object may have been created and deleted unseen before it.
+    """Keeps the copy up to date while `run` runs. `on_change(before, after)` is called for each difference; None: the object does not
+    exist. `on_list` is called after each list, because changes before it may have been missed.
 
     `jitter` returns 0.0 to 1.0; `clock` is monotonic, in seconds.
     """
@@ -221,9 +215,9 @@ class Reflector(Generic[T]):
         self._watching_since: float | None = None
         self._logged: str | None = None
         self._clock, self._heard_at = clock, clock()
-        #: Why the last list failed; None if the server has sent something since then.
+        #: Why the last list failed; None once the server has sent something.
         self._list_error: str | None = None
-        #: When (by `clock`) the copy becomes outdated, unless the server sends something first. The scheduler reads it in each call.
+        #: When (by `clock`) the copy becomes outdated if the server sends nothing. The scheduler reads it in each call.
         self.outdated_at = math.inf
         self._outdated_log = LogPace(clock)
         self.synced = asyncio.Event()
@@ -243,7 +237,7 @@ class Reflector(Generic[T]):
 
     @property
     def outdated(self) -> str | None:
-        """Why the copy may be outdated, in words; None if it is not."""
+        """Why the copy may be outdated; None if it is not."""
         if self._clock() < self.outdated_at:
             return None
         return (
@@ -291,7 +285,7 @@ class Reflector(Generic[T]):
             pause = min(pause * 2, self._pace.pause_seconds[1])
 
     def _log_once(self, text: str) -> None:
-        """Logs an error, but not the same text again until a request succeeds."""
+        """Logs the same text again only after a request has succeeded."""
         if text != self._logged:
             self._logged = text
             _log.warning("api_server_retries", path=self._watched.path, error=text)
@@ -342,7 +336,7 @@ class Reflector(Generic[T]):
             return await response.read()
 
     def _metadata(self, item: msgspec.Raw) -> _Metadata:
-        """The object's metadata; without a UID if they can't be read."""
+        """Has no UID if the metadata can't be read."""
         try:
             return decode_stored(item, _Item).metadata
         except UnreadableText:
@@ -356,7 +350,7 @@ class Reflector(Generic[T]):
             self._on_change(before, after)
 
     async def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
-        """Returns the result of `parse` and True. Returns the object's last result and False if the object can't be read."""
+        """The result of `parse` and True; for an unreadable object its last result and False."""
         if not metadata.uid:
             self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
             return None, False
@@ -423,7 +417,7 @@ async def _decoded(text: bytes, kind: type[_K]) -> _K:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines, of any length. Drops text after the last line break, because it is an incomplete event."""
+    """The lines, of any length. Text after the last line break is an incomplete event, so it is dropped."""
     parts: list[bytes] = []
     async for chunk in content.iter_any():
         *ends, rest = chunk.split(b"\n")

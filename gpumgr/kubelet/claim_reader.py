@@ -2,13 +2,13 @@
 pods.
 
 A GET reads the claim, because no watch selects the claims of one node. The kubelet waits for 45 s and retries a failed claim after more
-than a minute, so transient faults are retried here. `kubectl describe pod` shows refusals.
+than a minute, so transient faults are retried here.
 
-The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates each pod with a claim that is not
-prepared some seconds after the pod's binding, again and again with growing pauses. The kubelet fails without a call of the driver if the
-driver is not registered, or if the API server refuses to show it the claim: the authorizer has not processed the pod's binding yet ("no
-relationship found between node and this object", seen with 40 pods at once). Claims in the ledger do not count, because the pod's image may
-just be pulled.
+The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates, with growing pauses, each pod with a
+claim that is not prepared some seconds after the pod's binding. The kubelet fails without a call of the driver if the driver is not
+registered, or if the API server does not show it the claim ("no relationship found between node and this object", seen with 40 pods at
+once), because the authorizer has not processed the pod's binding yet. Claims in the ledger do not count: the pod's image may just be
+pulled.
 """
 
 import asyncio

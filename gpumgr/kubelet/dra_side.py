@@ -185,8 +185,8 @@ class DraSide:
         await self.link.stop(part)
 
     async def _wait_for_other_mode(self) -> None:
-        """Waits until the pods of the device plugin have ended, because claims must not get their GPUs. Ends the registration, which this
-        process may have while it waits for another agent."""
+        """Waits until the pods of the device plugin have ended, because claims must not get their GPUs. Ends the registration until then:
+        this process may have registered while it waited for another agent."""
         while (holders := holders_of_other_mode(self._agent_state.ledger, "dra")) is not None:
             self._hold(holders)
             await self.link.suspend()

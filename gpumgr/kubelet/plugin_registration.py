@@ -2,15 +2,15 @@
 
 Invariants:
 1. Nothing here ends the process. A kubelet that is unavailable, hangs or refuses is logged once and retried.
-2. Register is called only once the plugin's own socket listens, because the kubelet connects to it inside Register.
-3. A registration is lost when kubelet.sock is new, a socket of the plugin is missing, or ListAndWatch streams are missing. Then the same
-   process registers again. All this is polled, because inotify events can be lost.
+2. Register is called once the plugin's own socket listens, because the kubelet connects to it inside Register.
+3. A registration is lost when kubelet.sock is new, or a socket of the plugin or all ListAndWatch streams are missing. This is polled,
+   because inotify events can be lost.
 4. The kubelet has closed its connection to the earlier socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name, so
    the end of an old stream would disconnect the new registration.
 5. Each registration has a new socket path. Kubelets since 1.36 find clients by resource name and path. If a plugin registers again at a
-   path that the kubelet still knows, the kubelet forgets the client but not its endpoint, and refuses the path until it restarts.
-6. Nothing is registered while `held_back_by` returns a reason. After it has returned None it is not called again, because pods may then
-   hold GPUs that only this process knows of, and another plugin would grant them again.
+   known path, the kubelet forgets the client but not its endpoint, and refuses the path until it restarts.
+6. Nothing is registered while `held_back_by` returns a reason. After None it is not called again: pods may then hold GPUs that only this
+   process knows of, and another plugin would grant them again.
 """
 
 import asyncio

@@ -139,7 +139,7 @@ def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence
     """The entries without deleted pods; all entries while the API server can't be reached.
 
     Mode dra needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Otherwise each start of
-    the agent would take over ended pods, and hold claims back until a sweep frees their GPUs.
+    the agent would adopt ended pods, and hold claims back until a sweep frees their GPUs.
     """
     if not pods.reachable:
         return entries

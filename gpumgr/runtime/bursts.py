@@ -195,8 +195,8 @@ class Bursts:
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container starts. For a share, waits until other containers' bursts have limits no higher than their use.
 
-        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered in
-        this time, only the free memory decides: the kubelet starts containers with that runtime, so the agent's connection is wrong, and
+        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered
+        until then, only the free memory decides. The kubelet starts containers with that runtime, so the agent's connection is wrong, and
         may stay so.
         """
         gpus = tuple(allocation.gpus) if is_share(allocation) else ()

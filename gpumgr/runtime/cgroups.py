@@ -47,8 +47,8 @@ def memory_path(text: str) -> str | None:
 
 def container_id_in(path: str) -> str | None:
     """The id of the kubelet's container that `path` names: the outermost one below the kubelet's cgroup, because the node can be a
-    container, and a container can have containers. Without a parent of the kubelet (cgroupsPerQOS false) the runtime chooses one, such as
-    /system.slice, /k8s.io or /docker; then the outermost container in the path counts."""
+    container, and a container can have containers. If the kubelet names no parent cgroup (cgroupsPerQOS false), the runtime chooses one,
+    such as /system.slice, /k8s.io or /docker. Then the outermost container in the path counts."""
     found = _CONTAINER.search(path, max(0, path.find("kubepods"))) or _CONTAINER.search(path)
     return found["id"] if found else None
 
@@ -115,7 +115,7 @@ class Cgroups:
         self._hierarchy: Hierarchy | None = None
 
     def hierarchy(self) -> Hierarchy:
-        """The hierarchy of this node. Raises CriError if there is none."""
+        """The hierarchy of this node, read once: it does not change until the next boot. Raises CriError if there is none."""
         if self._hierarchy is None:
             mounts = self._proc_root / "mounts"
             try:

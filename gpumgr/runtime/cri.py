@@ -1,7 +1,7 @@
 """A client of the container runtime: CRI v1 over its unix socket. The client only reads.
 
-While pods start, the agent lists the containers once a second, some hundred with all their annotations. So lists are decoded by hand, and
-only the needed fields are read (generated code takes 25 times as much CPU).
+Lists have some hundred containers with all their annotations, once a second while pods start. So they are decoded by hand, and only the
+needed fields are read (generated code takes 25 times as much CPU).
 
 `driver_access` decides whether NVIDIA's container toolkit adds the driver's files to containers. The toolkit acts in containers of its own
 runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs; gpumgr's containers name none. Source: NVIDIA
@@ -54,8 +54,8 @@ class RuntimeVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A container's first process; None: not reported. CRI does not define this part of the verbose status. `cgroups_path`:
-    `linux.cgroupsPath` of the OCI runtime spec, unless the systemd driver has another form there."""
+    """A container's first process, from a part of the verbose status that CRI does not define; None: not reported. `cgroups_path`:
+    `linux.cgroupsPath` of the OCI runtime spec. For the systemd driver that is no path, so None."""
 
     pid: int | None = None
     cgroups_path: str | None = None

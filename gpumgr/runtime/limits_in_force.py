@@ -53,7 +53,7 @@ class LimitsInForce:
         self._at_next_sample = {place: self._now(place) for place in self._earlier}
 
     def most_bytes(self, place: AllocationOnGpu) -> int:
-        """The highest limit that is in force, or was when the sample was read; 0 for a new container."""
+        """The highest limit that may be in force, or may have been when the sample was read; 0 for a new container."""
         return max(self._at_sample.get(place, 0), self._now(place))
 
     def _now(self, place: AllocationOnGpu) -> int:

@@ -1,10 +1,10 @@
-"""Publishes decisions: writes the ledger as annotations of pods, and the entries of the history as events.
+"""Publishes decisions: the ledger as annotations of pods, and the entries of the history as events.
 
 Invariants:
 1. The listeners only store what is new, because a kubelet's call may be waiting. `report` does the rest, so a bug there fails no caller.
-2. A pod is reported once the kubelet's calls for it have been answered, with one patch and one event for all containers and resources.
-3. Annotations follow the ledger, also after an adoption or a restart. They are written once the API server has listed the pod, because only
-   its UID distinguishes it from another pod of the same name.
+2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event for all containers and resources.
+3. Annotations follow the ledger. They are written once the API server has listed the pod, because only its UID distinguishes it from
+   another pod of the same name.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ Label = Callable[[GpuName], str]
 
 
 class DecisionReporter:
-    """Receives entries of the history from its construction on. `run` is a daemon. `clock` is monotonic, in seconds."""
+    """Receives entries of the history once it exists. `run` is a daemon. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DecisionReporter:
         pods.subscribe(self._pod_changed)
 
     def switch(self, *, annotate_pods: bool, write_events: bool) -> None:
-        """Sets what is published from now on. Missing annotations are written with the next report."""
+        """Missing annotations are written with the next report."""
         if annotate_pods and not self._annotate_pods:
             self._next_check = self._clock()
         self._annotate_pods, self._write_events = annotate_pods, write_events
@@ -114,7 +114,7 @@ class DecisionReporter:
             self._settle(now)
 
     def _follow_ledger(self, now: float) -> None:
-        """Notes the changed allocations. At each check all allocations count as changed."""
+        """At each check all allocations count as changed."""
         ledger, suspensions = self._agent_state.ledger, self._agent_state.suspensions
         before, former = self._seen.allocations, self._suspensions
         self._seen, self._suspensions = ledger, suspensions
@@ -125,8 +125,8 @@ class DecisionReporter:
                 self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
-        """Reports each pod when all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods
-        without allocations."""
+        """Reports a pod when all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods without
+        allocations."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
         self._due = {each: due for each, due in self._due.items() if each in ledger.allocations}
@@ -144,7 +144,7 @@ class DecisionReporter:
                 self._annotate(view, {})
 
     def _report_pod(self, view: PodView, allocations: Sequence[Allocation]) -> None:
-        """A failed pod, such as one with a refused container, holds nothing, so nothing is published for it."""
+        """Publishes nothing for a failed pod, because it holds nothing."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         allocations = [a for a in allocations if not a.reserved]
         fresh = [a for a in allocations if a.id in self._unreported]
@@ -200,7 +200,7 @@ class DecisionReporter:
                 self._record(node_event(self._node, entry, self._agent_state.node().label))
 
     def _about(self, entry: HistoryEntry) -> ObjectRef | None:
-        """The entry's pod; None if its UID is not known. Then no event is written; the kubelet's own event has the reason of a refusal."""
+        """The entry's pod; None if its UID is not known. Then only the kubelet's own event has the reason of a refusal."""
         allocation = self._agent_state.ledger.allocations.get(entry.id) if entry.id else None
         pod = entry.pod or (allocation.pod if allocation else None)
         uid = entry.pod_uid or (allocation.uid if allocation else None)
@@ -219,7 +219,7 @@ def _ref(view: PodView) -> ObjectRef:
 
 
 def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label) -> Event:
-    """The event with the GPUs of a pod's containers and with the containers that run without limits."""
+    """The event about a pod's GPUs, and about containers that run without limits."""
     return Event(
         about=about,
         reason=PLACED,
@@ -230,7 +230,7 @@ def placement(about: ObjectRef, allocations: Sequence[Allocation], label: Label)
 
 
 def pod_event(about: ObjectRef, entry: HistoryEntry) -> Event:
-    """The event for a history entry "refused" or "event". It is a warning, unless the pod itself demanded what happened (DEMANDED)."""
+    """The event for a history entry "refused" or "event": a warning, except for what the pod itself demanded (DEMANDED)."""
     refused = entry.what == "refused"
     return Event(
         about=about,

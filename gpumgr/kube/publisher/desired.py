@@ -21,8 +21,8 @@ class Desired(ABC):
     `rights`: the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller last
     caused a write. `requests` counts the requests.
 
-    The other fields belong to the queue. `due`: when the next write is due. `since`: when the write was due first; a failure changes it
-    only with `held` (see `retry`). `attempts` counts the failures. `again`: when the next write is due if the state changes during a write.
+    The queue has the other fields. `due`: when the next write is due. `since`: when it was due first; a failure changes it only with `held`
+    (see `retry`). `attempts` counts the failures. `again`: when the next write is due if the state changes during a write.
     """
 
     what: ClassVar[What]
@@ -41,10 +41,8 @@ class Desired(ABC):
 
 
 class WorkQueue:
-    """The states to write, in order of failures, priority and arrival.
-
-    At most `capacity` events wait; a new event replaces the oldest one. Other states are bounded by the number of objects.
-    """
+    """The states to write, in order of failures, priority and arrival. At most `capacity` events wait; a new event replaces the oldest
+    one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -54,8 +52,8 @@ class WorkQueue:
         return len(self._waiting)
 
     def put(self, desired: Desired, due: float) -> Desired | None:
-        """Adds a state. A state with a failed write keeps the time of its retry; a state that is being written is due again at `due`.
-        Returns the event that was dropped, if any."""
+        """Adds a state. A failed write keeps the time of its retry; a state that is being written is due again at `due`. Returns the event
+        that was dropped, if any."""
         desired.again = due
         if desired in self._waiting:
             return None
@@ -68,7 +66,7 @@ class WorkQueue:
         return events[0]
 
     def next(self, now: float) -> Desired | None:
-        """The state to write now; None if none is due. It stays in the queue until `done`."""
+        """The state to write now, if any is due. It stays in the queue until `done`."""
         due = (each for each in self._waiting if each.due <= now)
         desired = min(due, key=lambda each: (each.insists, each.attempts, _ORDER.index(each.what)), default=None)
         if desired is not None:
@@ -83,12 +81,12 @@ class WorkQueue:
         return max((now - each.since for each in self._waiting if each.since <= now), default=0.0)
 
     def done(self, desired: Desired) -> None:
-        """Call it when the state from `next` was written or given up. A state that changed during the write is queued again."""
+        """Call it when the state from `next` was written or given up. It is queued again if it has changed during the write."""
         if self.remove(desired) and desired.again is not None:
             self.put(desired, desired.again)
 
     def remove(self, desired: Desired) -> bool:
-        """Cancels a write. Returns False if the state was not in the queue."""
+        """Returns False if the state was not in the queue."""
         return desired in self._waiting and self._waiting.pop(desired) is None
 
     def retry(self, desired: Desired, due: float, *, held: bool = False) -> None:
@@ -98,14 +96,14 @@ class WorkQueue:
 
 
 class TokenBucket:
-    """A rate limit: `burst` at once, `per_second` in the long run. Times are seconds of one clock."""
+    """Allows `burst` at once, `per_second` in the long run. Times are seconds of one clock."""
 
     def __init__(self, per_second: float, burst: int, now: float) -> None:
         self._per_second, self._burst = per_second, burst
         self._tokens, self._at = float(burst), now
 
     def take(self, now: float) -> float:
-        """Takes a token and returns 0.0. If there is none, returns the seconds until the next one."""
+        """Takes a token and returns 0.0, or returns the seconds until the next token."""
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_second)
         self._at = now
         if self._tokens < 1 - 1e-6:  # rounding must not cost another wait

@@ -3,8 +3,8 @@
 The objects are core/v1 Events without `eventTime`, so the API server does not apply the validation of events.k8s.io.
 
 `EventRecorder` has the rules and constants of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go):
-1. Aggregation: events of one object, type and reason share one Event object from the tenth different message on. The interval between two
-   of them is at most 10 minutes. The object has the latest message, with a prefix.
+1. Aggregation: from the tenth different message on, events of one object, type and reason share one Event object with the latest message.
+   Ten minutes without such an event end this.
 2. Counting: an event with the same message increments the count of its object.
 3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; more are dropped. Unlike client-go's default, the key has
    the type (option SpamKeyFunc), so that many Normal events drop no Warning.
@@ -99,8 +99,7 @@ class EventSeries(Desired):
 
     @property
     def name(self) -> str:
-        """The object's name. It depends only on values that never change in the series, so that a repeated request creates no second
-        object."""
+        """It depends only on values that never change in the series, so that a repeated request creates no second object."""
         about, event = self.event.about, self.event
         parts = (about.uid, event.reason, event.message, str(event.warning), ",".join(event.allocations), repr(self.first_at))
         digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()
@@ -128,8 +127,7 @@ class EventSeries(Desired):
     async def write(self, server: ApiServer, node: str) -> None:
         """Creates the object or increments its count. Raises what `ApiServer.send` raises.
 
-        404: the API server has removed the event, usually after an hour. 409: an earlier request created the object, but its response was
-        lost.
+        404: the API server has removed the event, usually after an hour. 409: an earlier request created it, but the response was lost.
         """
         path = f"{self.path}/{self.name}"
         if self.created and await server.send("PATCH", path, self.patch(), but=(404,)):

@@ -4,8 +4,8 @@ HAMi's scheduler knows only its own pods, so the amounts that other pods hold ar
 cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new pods, is unhealthy.
 
 HAMi's scheduler binds the next pod once its lock on the node is removed, or after 5 minutes. So the agent removes the lock when a pod has
-all its devices, has ended, or is deleted. It does not read the lock and may remove the lock of a later pod; that is harmless, because the
-agent needs no lock. The lock stays if the kubelet refuses a pod by itself, or if a pod ends while no agent runs.
+all its devices, has ended, or is deleted. That may be the lock of a later pod; the agent itself needs no lock, so it does not read it. The
+lock stays if the kubelet refuses a pod by itself, or if a pod ends while no agent runs.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
-"""Passes the node's state to the reporters once a second. They may publish the same state each time, because the publisher writes only
-changes.
+"""Passes the node's state to the reporters once a second. They may publish the same state each time; the publisher writes only changes.
 
 `NodeReporter` publishes labels and the condition GpuTrouble. `InventoryReporter` publishes the inventory (annotation gpumgr.io/inventory):
-the node's GPUs for the scheduler, and allocations that it can't derive from the annotations of the pods that it placed. So the inventory
-seldom changes, because each change makes kube-scheduler retry all waiting pods.
+the node's GPUs, and allocations that the scheduler can't derive from its own placements. So the inventory seldom changes, because each
+change makes kube-scheduler retry all waiting pods.
 """
 
 import asyncio
@@ -98,7 +97,7 @@ class InventoryReporter:
         )
 
     def _other(self, view: AgentView, positions: Mapping[GpuName, int]) -> Mapping[str, Sequence[tuple[int, Amounts]]]:
-        """Pod UID (the allocation's id if the pod is not known) -> all that the pod holds, unless its placement covers that."""
+        """Pod UID (the allocation's id if the pod is not known) -> what the pod holds, unless its placement covers all of it."""
         now, before, self._explained = self._clock(), self._explained, {}
         held: defaultdict[str, list[Allocation]] = defaultdict(list)
         unexplained: set[str] = set()
@@ -116,8 +115,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the scheduler's placement of the pod covers all that the allocation holds. A placement by HAMi's scheduler does not count,
-    because gpumgr's scheduler does not read it."""
+    """Whether the pod's placement covers all that the allocation holds. A placement by HAMi's scheduler does not count, because gpumgr's
+    scheduler does not read it."""
     placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False
@@ -137,8 +136,8 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
-    """What a pod's allocations hold together. A device id that an init container and a later container hold counts once. GPUs without a
-    position are left out."""
+    """What a pod's allocations hold together. A device id of an init container and a later container counts once. GPUs without a position
+    are left out."""
     held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
@@ -151,7 +150,6 @@ def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int])
 
 
 REPORT_SECONDS: Final = 1.0
-#: The condition's reason while there is no trouble.
 NO_TROUBLE: Final = "GpusWork"
 #: Limit of the message. The API server accepts 32 KiB, which is too long to read.
 MAX_MESSAGE_BYTES: Final = 2048
@@ -164,7 +162,7 @@ _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")
 
 
 async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, Callable[[NodeReport], None]]) -> NoReturn:
-    """A daemon: calls the reporters once a second. A bug of one reporter does not stop the others."""
+    """A daemon. A bug of one reporter does not stop the others."""
     bugs = {name: BugLog(name) for name in reporters}
     while True:
         state = report()
@@ -177,10 +175,8 @@ async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, 
 
 
 class NodeReporter:
-    """Publishes the condition and the node's labels. `clock` is monotonic, in seconds.
-
-    Removes labels and a condition that are switched off, because an earlier process or earlier settings may have published them.
-    """
+    """Publishes the condition and the node's labels. Removes them if they are switched off, because an earlier process or earlier settings
+    may have published them. `clock` is monotonic, in seconds."""
 
     def __init__(self, node: Publisher, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._node, self._clock = node, clock
@@ -189,8 +185,7 @@ class NodeReporter:
         self._was_ready = False
 
     def switch(self, *, describe_node: bool, node_labels: tuple[str, ...]) -> None:
-        """Sets what is published from now on. `describe_node`: the condition, and labels that describe the GPUs. `node_labels` are always
-        published."""
+        """`describe_node`: publish the condition, and labels that describe the GPUs. `node_labels` are always published."""
         self._describe_node, self._node_labels = describe_node, node_labels
 
     def report(self, report: NodeReport) -> None:
@@ -203,7 +198,7 @@ class NodeReporter:
             self._node.set_condition(condition)
 
     def _condition(self, report: NodeReport) -> Condition | None:
-        """The condition to publish; None within PATIENCE_SECONDS after the start, unless all is ready earlier."""
+        """None within PATIENCE_SECONDS after the start, unless all is ready earlier."""
         now, lasts = self._clock(), False
         if not report.not_ready:
             self._not_ready_since, self._was_ready = None, True

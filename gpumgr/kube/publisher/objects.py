@@ -1,7 +1,4 @@
-"""The desired states except events: annotations, evictions and deletions of pods, and the node's annotations, labels and condition.
-
-The condition is a core/v1 NodeCondition. Changes of its reason or message do not change `lastTransitionTime`.
-"""
+"""The desired states except events: for pods annotations, evictions and deletions, for the node annotations, labels and the condition."""
 
 import math
 import time
@@ -25,11 +22,11 @@ _log = structlog.get_logger(__name__)
 #: The kubelet's reason for a pod that a device plugin refused.
 REFUSED: Final = "UnexpectedAdmissionError"
 CONDITION_TYPE: Final = "GpuTrouble"
-#: Annotation of the node: the keys of the agent's labels, joined by ",". With it the agent finds its obsolete labels after a restart.
+#: Annotation of the node: the keys of the agent's labels, joined by ",". It shows obsolete labels after a restart.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
 _DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
 _DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
-#: The shortest interval between writes of a condition with an unchanged status, as the kubelet's nodeStatusUpdateFrequency.
+#: The kubelet's interval for a condition with an unchanged status (nodeStatusUpdateFrequency).
 _CONDITION_SECONDS: Final = 10.0
 _BY_HAND: Final = (
     "if an earlier agent wrote labels, annotations or a condition to this node, remove them by hand; the commands are in "
@@ -59,7 +56,7 @@ class PodAnnotations(Desired):
 
 @dataclass(eq=False, slots=True)
 class PodDeletion(Desired):
-    """The deletion of the pod with this UID. A refusal is retried, because the right to delete pods may be granted later."""
+    """The deletion of the pod with this UID. It is retried after a refusal, because the right may be granted later."""
 
     what = "pod"
     rights = "delete on pods"
@@ -76,8 +73,8 @@ class PodDeletion(Desired):
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
-    """Whether a device plugin refused the pod, and the pod has a controller and is not being deleted yet. After the deletion the controller
-    creates another pod at once, without a back-off."""
+    """Whether a device plugin refused this pod of a controller, and it is not being deleted yet. After the deletion the controller creates
+    another one at once, without a back-off."""
     return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 
@@ -107,7 +104,7 @@ class PodEviction(Desired):
 
 @dataclass(eq=False, slots=True)
 class NodePart(Desired, Generic[_Value]):
-    """A part of the Node. Callers repeat the same state: it is written on change and every RESYNC_SECONDS, its removal once."""
+    """A part of the Node. Callers repeat the same state. It is written on change and every RESYNC_SECONDS; its removal once."""
 
     value: _Value | None = None
 
@@ -120,10 +117,10 @@ class NodePart(Desired, Generic[_Value]):
 
     @abstractmethod
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Writes the state to the Node at `path`. Returns whether it changed labels or a condition. Raises what `ApiServer.send` raises."""
+        """Writes to the Node at `path`. Returns whether labels or a condition changed. Raises what `ApiServer.send` raises."""
 
     async def write(self, server: ApiServer, node: str) -> None:
-        """Ignores a 403 for a removal: usually there is nothing to remove, so the agent need not have the right."""
+        """Ignores a 403 for a removal. Usually there is nothing to remove, so the agent need not have the right."""
         try:
             if await self.apply(server, f"/api/v1/nodes/{node}") and not self.value:
                 _log.info("node_description_removed", what=self.what)
@@ -153,7 +150,7 @@ class NodeAnnotations(NodePart[Mapping[str, str]]):
 
 @dataclass(eq=False, slots=True)
 class NodeLabels(NodePart[Mapping[str, str]]):
-    """All labels of the agent. Its other labels, which it wrote earlier, are removed."""
+    """All labels of the agent. Labels that it wrote earlier are removed."""
 
     what = "labels"
     rights = "get and patch on nodes"
@@ -173,19 +170,20 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, slots=True)
 class NodeCondition(NodePart[Condition]):
-    """The condition GpuTrouble; None: the Node has none. `wall` returns unix seconds."""
+    """The condition GpuTrouble, if any. `wall` returns unix seconds."""
 
     what = "condition"
     rights = "get on nodes and patch on nodes/status"
     wall: Callable[[], float] = time.time
 
     def set(self, value: Condition | None, now: float) -> bool:
-        """As `NodePart.set`, but a condition with an unchanged status is not set too early; callers repeat their calls."""
+        """Defers a condition with an unchanged status, because callers repeat their calls."""
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Reads the Node first: an earlier process may have written the same status, which then keeps its time."""
+        """Reads the Node first: an earlier process may have written the same status, which keeps its time. Changes of reason or message do
+        not change `lastTransitionTime`."""
         found, now = _find_condition(await server.read("GET", path)), timestamp(self.wall())
         if self.value is not None:
             status = "True" if self.value.trouble else "False"
@@ -197,7 +195,7 @@ class NodeCondition(NodePart[Condition]):
         else:
             return False
         # A strategic merge patch merges conditions by type, and `$patch: delete` removes one (source: Kubernetes' "Update API Objects in
-        # Place Using kubectl patch", and apimachinery's strategicpatch).
+        # Place Using kubectl patch").
         conditions = {"conditions": [{"type": CONDITION_TYPE, **fields}]}
         return await server.send("PATCH", f"{path}/status", {"status": conditions}, patch="strategic")
 
@@ -208,11 +206,8 @@ def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
-    """A merge patch of the Node's labels and of LABELS_ANNOTATION; None if nothing changes.
-
-    Labels below `nvidia.com/` that the agent did not write stay. Where NVIDIA's gpu-feature-discovery runs, all labels below `nvidia.com/`
-    stay.
-    """
+    """A merge patch of the Node's labels and LABELS_ANNOTATION; None without changes. Labels below `nvidia.com/` that the agent did not
+    write stay. So do all of them where NVIDIA's gpu-feature-discovery runs."""
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}
     listed: str = (metadata.get("annotations") or {}).get(LABELS_ANNOTATION) or ""

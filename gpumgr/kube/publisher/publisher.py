@@ -1,13 +1,11 @@
 """Publishes desired state and events to the API server, from one queue.
 
 Invariants:
-1. No caller waits: a call changes the desired state of an object and queues it. The number of objects bounds the queue. Events beyond a
-   capacity are dropped and counted.
+1. No caller waits. The number of objects bounds the queue; events beyond a capacity are dropped and counted.
 2. An object's latest state is written before any event, unless its write has failed.
-3. After an outage or error of the API server all writes wait, in growing, jittered pauses or for its Retry-After. Then the write with the
-   fewest failures is next. A failed write that reached the API server also has growing pauses of its own.
-4. If a retry can't help, the publisher logs the refusal with its remedy and drops the write; only the deletion of a pod is retried. It
-   writes again when the desired state changes, or when a caller sets it after the resync interval.
+3. After an outage or error of the API server all writes wait, in growing, jittered pauses or for its Retry-After. A failed write that
+   reached the API server also has growing pauses of its own. Writes with fewer failures come first.
+4. A refusal that a retry can't change is logged with its remedy, and the write is dropped; only the deletion of a pod is retried.
 """
 
 import asyncio
@@ -48,23 +46,20 @@ _PAUSES_SECONDS: Final = (0.5, 30.0)
 _WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
 #: Statuses below 500 after which a retry may succeed. After a 401 the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
-#: A conflict that lasts means that another pod has the name now.
+#: After more conflicts another pod has the name.
 _MAX_CONFLICTS: Final = 5
 #: After these errors no write reaches the API server, so the failed write has no pause of its own.
 _UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 #: How often the queue is checked for new writes while failed writes wait for a retry.
 _POLL_SECONDS: Final = 0.25
-#: The API server's words, with status 403, for a write to a namespace that is being deleted. No right is missing.
+#: The API server's words, with status 403, for a write to a namespace that is being deleted.
 _TERMINATING: Final = "because it is being terminated"
-#: The writes to the Node, counted as "node".
 _NODE: Final = ("annotations", "labels", "condition")
 
 
 class _DeliveryLog:
-    """Counts and logs the results of writes. `written`: (what was written, "ok" or "refused") -> number. `dropped` counts events.
-
-    The start and the end of an outage are one line each. `clock` is monotonic, in seconds.
-    """
+    """Counts and logs the results of writes. `written`: (what was written, "ok" or "refused") -> number. `dropped` counts events. The start
+    and the end of an outage are one line each."""
 
     def __init__(self, node: str, clock: Callable[[], float]) -> None:
         self._node = node
@@ -74,13 +69,12 @@ class _DeliveryLog:
         self.away = False
 
     def failed(self, error: Exception) -> None:
-        """Call it when the API server does not answer, or answers with an error of its own."""
         if not self.away:
             self.away = True
             _log.warning("announcements_wait", error=failure_text(error))
 
     def answered(self, waiting: int) -> None:
-        """Call it when the API server answers. `waiting`: how many writes are left."""
+        """`waiting`: how many writes are left."""
         if self.away:
             self.away = False
             _log.info("announcements_go_on", waiting=waiting, dropped=self.dropped)
@@ -107,8 +101,7 @@ class _DeliveryLog:
 
 
 class Publisher:
-    """Writes while `run` runs. All other methods return at once and must be called in the event loop. `clock` is monotonic, `wall` unix
-    seconds."""
+    """Writes while `run` runs. All other methods are for the event loop and return at once. `clock` is monotonic, `wall` unix seconds."""
 
     def __init__(
         self,
@@ -148,28 +141,28 @@ class Publisher:
     # -- desired state -----------------------------------------------------------------------------------------------------
 
     def annotate(self, key: str, value: str) -> None:
-        """Sets an annotation of the node. `annotate`, `label` and `set_condition` may be repeated, because an unchanged state is written
+        """Sets an annotation of the node. Calls of `annotate`, `label` and `set_condition` may be repeated: an unchanged state is written
         again only after the resync interval."""
         if self._annotations.set({**(self._annotations.value or {}), key: value}, self._clock()):
             self._put(self._annotations)
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """Sets the agent's labels of the node. Its other labels are removed."""
+        """Sets the agent's labels of the node, and removes its others."""
         if self._labels.set(labels, self._clock()):
             self._put(self._labels)
 
     def set_condition(self, condition: Condition | None) -> None:
-        """Sets the node's condition; None removes it."""
+        """None removes the node's condition."""
         if self._condition.set(condition, self._clock()):
             self._put(self._condition)
 
     def remove_annotation(self, key: str) -> None:
-        """Removes an annotation of the node once, because another program may set it repeatedly."""
+        """Removes an annotation of the node, once, because another program may set it repeatedly."""
         self._annotations.removed.add(key)
         self._put(self._annotations)
 
     def record(self, event: Event) -> None:
-        """Publishes an event. Equal and similar events share an object (gpumgr.kube.publisher.events)."""
+        """Equal and similar events share an object (gpumgr.kube.publisher.events)."""
         series = self._recorder.record(event, self._clock(), self._wall())
         if series is None:
             self._log.drop(len(self._queue), "more events about one object than the spam filter allows")
@@ -177,18 +170,17 @@ class Publisher:
             self._put(series)
 
     def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
-        """Sets annotations of the pod with this UID; None removes one. Replaces annotations that are not written yet."""
+        """Sets annotations of the pod with this UID; None removes one. Replaces what is not written yet."""
         desired = self._pods.setdefault(uid, PodAnnotations(pod, uid))
         desired.values = dict(values)
         self._put(desired)
 
     def delete_pod(self, pod: PodKey, uid: str) -> None:
-        """Deletes the pod with this UID; retries until the pod is gone."""
+        """Deletes the pod with this UID; retries until it is gone."""
         self._put(self._deletions.setdefault(uid, PodDeletion(pod, uid)))
 
     def forget_pod(self, uid: str) -> None:
-        """Call it when the pod is deleted. Cancels all writes to it, although a requester may list it for eviction until its allocation is
-        freed."""
+        """Call it when the pod is deleted. Cancels all writes to it, even if a requester still lists it for eviction."""
         for gone in filter(None, (self._pods.pop(uid, None), self._deletions.pop(uid, None))):
             self._queue.remove(gone)
         if (eviction := self._evictions.get(uid)) is not None:
@@ -196,8 +188,8 @@ class Publisher:
             eviction.wanted_at = math.inf
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
-        """Replaces the evictions of the requester (a drain, or the memory limit). Each pod is evicted as soon as its PodDisruptionBudget
-        allows it. A refused eviction is requested again by a call after the resync interval, or by any call with `immediately`."""
+        """Replaces the requester's evictions. Each pod is evicted as soon as its PodDisruptionBudget allows it. A refused eviction is
+        requested again by a call after the resync interval, or by any call with `immediately`."""
         now, wanted = self._clock(), {each.uid: each for each in evictions}
         for uid, eviction in wanted.items():
             desired = self._evictions.setdefault(uid, PodEviction(eviction.pod, uid))
@@ -236,8 +228,8 @@ class Publisher:
             pause = min(pause * 2, longest)
 
     async def _next(self) -> Desired:
-        """Returns the next write when it is due and the rate allows a request. Chooses the write after the wait, because a write can be
-        cancelled during the wait."""
+        """The next write, once it is due and the rate allows a request. It is chosen after the wait, because a write can be cancelled
+        during the wait."""
         while True:
             now = self._clock()
             if not self._queue:
@@ -251,8 +243,7 @@ class Publisher:
                 return desired
 
     async def _attempt(self, desired: Desired) -> float | None:
-        """Writes one object. Returns None if the next write may follow at once. Otherwise returns the seconds of the API server's
-        Retry-After, or 0."""
+        """Returns None if the next write may follow at once; otherwise the seconds of the API server's Retry-After, or 0."""
         self._eviction_retries += desired.what == "eviction" and desired.requests > 0
         desired.requests += 1
         try:
@@ -289,7 +280,6 @@ class Publisher:
         return None if alone else wanted
 
     def _refused(self, desired: Desired, error: AnswerError) -> None:
-        """Call it if the API server refuses the write and a retry can't change that."""
         remedy = self._log.refused(desired, error)
         if isinstance(desired, PodEviction) and desired.reasons:  # else it was cancelled during the request
             why = f"{error}; {remedy}" if error.status == 403 else str(error)
