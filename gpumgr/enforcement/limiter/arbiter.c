@@ -34,7 +34,7 @@ enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
 #define REFRESH_NS (50 * MS)
 #define RECENT_NS (1000 * MS)
 #define AWAY_NS (100 * MS)
-#define CROSSED_NS (5 * MS) /* longer than the work takes that a program may queue ahead */
+#define CROSSED_NS (5 * MS) /* work that a program may queue ahead ends sooner */
 #define DEBT_NS (2000 * MS)
 
 /* -- what the agent calls ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ static struct tenant {
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
-    int64_t debt_ns; /* GPU time beyond its share that work had after its turn, beside others; until it is paid, others are next */
+    int64_t debt_ns; /* GPU time beyond its share that its work took after its turn, while others had the GPU, too; until it is paid, others are next */
     int64_t overran_at; /* when it last had the GPU after its turn */
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
@@ -208,7 +208,7 @@ static int64_t lowest(const struct gpu *g, const struct tenant *but) {
         if (t != but && competes(t) && (!least || t->virtual_ns < least->virtual_ns)) least = t;
     return least ? least->virtual_ns : g->virtual_ns;
 }
-/* The tenant had the GPU for this time. `due_ns`: its share of the time, if others had the GPU, too, else the same. */
+/* The tenant had the GPU for this time. `due_ns`: its share of the time if others had the GPU, too; otherwise all of it. */
 static void charge(struct tenant *t, int64_t ns, int64_t due_ns, int64_t now) {
     t->figures.held_ns += (uint64_t)ns;
     t->bucket_ns -= ns;

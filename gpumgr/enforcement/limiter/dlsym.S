@@ -1,5 +1,5 @@
-/* dlsym: gm_dlsym_pick(handle, name, caller) answers a wrapper; or 1: there is no such function; or NULL: then the C library's dlsym is entered by a jump, with the
- * arguments and the return address of our caller, on which RTLD_NEXT and RTLD_DEFAULT depend. */
+/* dlsym: gm_dlsym_pick(handle, name, caller) returns the function that the caller gets. 1: there is none. NULL: the C library's dlsym is
+ * entered by a jump, with the arguments and the return address of our caller, on which RTLD_NEXT and RTLD_DEFAULT depend. */
     .text
     .globl dlsym
     .type dlsym, %function

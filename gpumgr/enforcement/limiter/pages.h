@@ -12,7 +12,7 @@ enum {
     GM_VERSION = 1,
     GM_GPUS = 16,    /* per container */
     GM_AWAY_NS = 200000000, /* without an arbiter, each container has its part of each period of this length */
-    GM_SLOTS = 1024, /* processes with CUDA per container; one more gets no limited memory, and shares a word of the turn page */
+    GM_SLOTS = 1024, /* processes with CUDA per container; those beyond share a word of the turn page, and get memory only without a limit */
 };
 
 /* limits: the agent writes it, the arbiter writes heartbeat_ns, pass and away_from; read-only in the container. */
@@ -53,7 +53,7 @@ struct gm_use_slot_gpu {
     uint64_t stack; /* in gpu[0]: where the process's first stack begins, which differs after an exec; 0: not known */
     uint64_t spare;
     uint64_t unknown;   /* how often it got a version of a hooked function that the library does not know, and does not limit */
-    uint64_t reserved[4];
+    uint64_t reserved[4]; /* the first one: PENDING in ledger.c */
 };
 enum gm_state { GM_FREE, GM_ACTIVE, GM_DISABLED };
 struct gm_use_slot {
@@ -66,7 +66,7 @@ struct gm_use_slot {
 struct gm_use_gpu {
     uint64_t reserved_bytes; /* by all processes of the container; changed by compare-and-swap */
     uint64_t refused;        /* requests that were answered with out of memory */
-    uint64_t reserved[6];
+    uint64_t reserved[6];    /* the first one: CHANGES in ledger.c */
 };
 struct gm_use {
     uint32_t magic, version;

@@ -1,5 +1,5 @@
-/* Wrappers of the queries of CUDA and NVML that report memory: they show the container's limit and its use. Free memory depends on nothing
- * else. So a release by another container never raises it, since programs measure their own use by it. */
+/* Wrappers of the queries of CUDA and NVML that report memory: they show the container's limit and its use. Programs measure their own use
+ * by the free memory, so it depends on nothing else: a release by another container never raises it. */
 #include "memory.h"
 #include <stdio.h>
 #include <string.h>
