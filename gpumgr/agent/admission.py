@@ -1,7 +1,7 @@
 """Identifies the container that the kubelet is admitting: from PodResources `List`, the pod cache, and the order of the kubelet's calls.
 
 The kubelet answers at most 100 calls of `List` a second, of all clients together, and composes each answer anew. So the agent calls `List`
-once for each pod. The order of calls identifies the container that requests the second resource.
+once for each pod; the order of calls identifies the container that requests the second resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,14 +33,13 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: `List` is called only to confirm what the order of calls shows if the last such call is this long ago.
+#: The pause between calls of `List` that only confirm the order of the kubelet's calls.
 SPARE_LOOK_SECONDS = 0.05
-#: A call for replicas waits up to this time for its pod in the cache, even if kubernetes.pod_wait_milliseconds is less: without the pod the
-#: call must be refused.
+#: A call for replicas may wait this long for its pod, even if kubernetes.pod_wait_milliseconds is less: without the pod it must be refused.
 REPLICA_POD_SECONDS = 2.0
-#: The kubelet's calls for one pod follow each other within this time; a later call is for another pod, even one of the same name.
+#: The kubelet's calls for one pod follow each other within this time.
 FOLLOWS_SECONDS = 1.0
-#: If `List` fails and nothing else can show the pod: how long the agent calls it again, and the pause between two calls. Then it refuses.
+#: How long, and with which pause, `List` is called again after a failure, if nothing else can show the pod.
 LIST_AGAIN_SECONDS = 5.0
 LIST_PAUSE_SECONDS = 0.25
 
@@ -57,7 +56,7 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admission:
-    """State between the kubelet's calls. The agent handles one call at a time."""
+    """State between the kubelet's calls, which the agent handles one at a time."""
 
     def __init__(
         self,
@@ -75,8 +74,7 @@ class Admission:
         self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> number of the `List` call that first showed it. A new pod under an earlier pod's name counts anew, if `List` or
-        #: UIDs show that it is new.
+        #: Listed pod -> number of the `List` call that first showed it. A new pod under an old name counts anew.
         self._seen: dict[PodKey, int] = {}
         self._uids: dict[PodKey, str] = {}
         self._looks = 0
@@ -108,8 +106,8 @@ class Admission:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """Records which `List` call showed each pod first. A new pod can have the name of a refused pod that `List` never lacked; then only
-        the UID shows that it is new."""
+        """Records which `List` call showed each pod first. Only the UID distinguishes a new pod from a refused one of the same name that
+        `List` still shows."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
         numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
@@ -127,7 +125,7 @@ class Admission:
         self._refused = frozenset()
 
     def called(self) -> int:
-        """Call it when a GetPreferredAllocation or Allocate arrives; returns the call's number."""
+        """Call it when a GetPreferredAllocation or Allocate arrives; returns its number."""
         self.call, self._called_at = self.call + 1, self._clock()
         return self.call
 
@@ -163,7 +161,7 @@ class Admission:
         ):
             return handed_on(ledger, resource, masks, left_by.pod), successor
         if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
-            # The ids are held, but their holder may have just ended. `List` delays this Allocate, but without it the call would be refused.
+            # The ids are held, but their holder may have just ended: without `List` this call would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
                 left_by = reuser(ledger, resource, masks)
@@ -186,7 +184,6 @@ class Admission:
             )
 
     def granted(self, caller: Caller, allocation: Allocation) -> None:
-        """Call it when an Allocate for this caller has been granted."""
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
             # The UID on record may be of an earlier pod with this name. Once the pod's own UID is known, the pod must not count as newly
@@ -194,7 +191,7 @@ class Admission:
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
-        """Call it when GetPreferredAllocation or Allocate is refused: the kubelet's next call is then for another pod."""
+        """Call it after a refusal: the kubelet's next call is then for another pod."""
         self.current, self._granted_at = UNKNOWN_CALLER, float("-inf")
         uids = {*self._refused, *([caller.uid] if caller.uid is not None and not caller.unconfirmed else [])}
         self._refused = frozenset(uid for uid in uids if (view := self._pods.by_uid(uid)) is not None and not view.ended)
@@ -202,8 +199,8 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, without allocations of ended pods. Only holders of `offered` ids and the finds of
-        `_is_over` are examined."""
+        """The ledger with the names that `List` shows, without allocations of ended pods. It examines allocations with `offered` ids, and
+        the ones that `_is_over` finds."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -213,7 +210,7 @@ class Admission:
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
         kept = [a for a in absent.values() if not ended[a.id]]
-        # A listed pod without the ids on record may be a new pod under an old name, with a UID that the cache does not have yet.
+        # A listed pod without the ids on record may be a new pod under an old name; the cache may not have its UID yet.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
         for pod in self._seen.keys() & renewed:
@@ -243,8 +240,8 @@ class Admission:
         return view is None or view.ended
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
-        """The caller is the newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If
-        the cache lacks that pod, the caller is among the pods that were listed last."""
+        """The newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If the cache lacks
+        that pod, one of the pods that were listed last."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -262,8 +259,7 @@ class Admission:
         return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
 
     def _likely(self, ledger: Ledger, listing: Listing) -> PodKey | None:
-        """The pod that was listed last and may wait for ids. Among pods that the same `List` call showed first, the pod of the last
-        Allocate is preferred."""
+        """The pod that was listed last and may wait for ids; on a tie the pod of the last Allocate."""
         last = self._last(ledger)
 
         def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
@@ -296,7 +292,8 @@ class Admission:
         """The only known container that the call can be for (UNKNOWN_CALLER: there is none); else what `List` returns. `list_failed`: it
         has just failed. Raises ListFailedError.
 
-        `List` must confirm a single candidate, too, if the scheduler chose its GPUs, or if its amounts are read from the pod (replicas).
+        `List` must also confirm a single candidate if the scheduler chose its GPUs, or if it requests replicas, with amounts that are only
+        in the pod.
         """
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:
@@ -347,18 +344,17 @@ class Admission:
         return Caller(pod=view.key, view=view, spec=spec, unconfirmed=unconfirmed) if spec else None
 
     def _is_complete(self, ledger: Ledger, a: Allocation) -> bool:
-        """Whether every container of the allocation's pod has what it requests. Then the kubelet no longer passes the allocation's ids
-        on."""
+        """Whether every container of the allocation's pod has what it requests, so that the kubelet passes no ids on."""
         view = self._pods.by_uid(a.uid) if a.uid is not None else None
         return view is not None and next_container(ledger, view) is None
 
     def _last(self, ledger: Ledger) -> Allocation | None:
-        """The allocation of the last Allocate, if the present call arrived soon enough to be for the same pod."""
+        """The allocation of the last Allocate, if this call arrived soon enough to be for the same pod."""
         fresh = self._called_at - self._granted_at < FOLLOWS_SECONDS
         return ledger.allocations.get(self._granted) if self._granted and fresh else None
 
     def _unclaimed(self, ledger: Ledger, spec: ContainerSpec, resource: Resource) -> AllocationId | None:
-        """The allocation of the last Allocate, if its pod is unknown and it has exactly what `spec` requests of the other resource."""
+        """The allocation of the last Allocate, if its pod is unknown and its amount of the other resource is what `spec` requests."""
         last = self._last(ledger)
         other = other_resource(resource)
         if last is None or last.pod is not None or last.held(resource) or count(last.held(other)) != spec.wants(other):
@@ -381,8 +377,8 @@ class Admission:
 
 
 def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:
-    """The only share of this pod that `List` shows with the other resource, but without this one; None if there are several. This needs no
-    spec and does not depend on the time between the two calls."""
+    """The only share of this pod that `List` shows without this resource; None if there are several. It depends neither on a spec nor on
+    the time between the two calls."""
     other = other_resource(resource)
     found = []
     for container, held in listing.containers(pod).items():

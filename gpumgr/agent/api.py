@@ -18,7 +18,7 @@ from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.tables import DELETE_IT, decode_note
 from gpumgr.placement.pods import PodKey
 
-#: The key of the checkpoint's note that keeps the cordons over restarts.
+#: A key of the checkpoint's notes.
 CORDONS_NOTE: Final = "cordons"
 #: A refusal contains the reason and becomes an event's message, which gpumgr cuts at 1024 bytes. A longer reason would displace the rest.
 REASON_CHARACTERS: Final = 256
@@ -39,7 +39,7 @@ class Cordon(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_cordons(notes: Mapping[str, str]) -> dict[str, Cordon]:
-    """UUID -> cordon. Raises CheckpointError for a note that can't be read: otherwise a cordoned GPU would return to service."""
+    """Raises CheckpointError for a note that can't be read: otherwise a cordoned GPU would return to service."""
     return decode_note(notes, CORDONS_NOTE, dict[str, Cordon], remedy=f"{DELETE_IT} and cordon the GPUs again")
 
 
@@ -90,8 +90,7 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
     processes: int | None = None
-    #: With the limiter: the part of the last ten seconds in which the container held the GPU, and in which one of its launches waited for a
-    #: turn.
+    #: With the limiter: the part of the last ten seconds in which it held the GPU, and in which one of its launches waited for a turn.
     held_ratio: float | None = None
     waited_ratio: float | None = None
     over: bool = False
@@ -111,8 +110,6 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that the driver lists and cannot describe."""
-
     index: int
     uuid: str | None = None
     message: str = ""
@@ -133,7 +130,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields are as in gpumgr.agent.node_report.ApiQueueState."""
+    """As gpumgr.agent.node_report.ApiQueueState."""
 
     waiting: int
     dropped: int
@@ -142,7 +139,7 @@ class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it. `warnings`: sentences about what the node offers."""
+    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it."""
 
     nvml_up: bool = False
     sampled_seconds_ago: float | None = None
@@ -152,9 +149,8 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/state: the node at one instant, `at` in unix seconds. `mode` is the setting node.mode: plugin or dra. `history` has the newest
-    entries, newest first, without `candidates`. In `levels` the diagonal is X, as in `nvidia-smi topo -m`. `limits` is one text about all
-    GPUs."""
+    """/api/state: the node at one instant, `at` in unix seconds. `history` is newest first, without `candidates`. In `levels` the diagonal
+    is X, as in `nvidia-smi topo -m`. `limits` is one text about all GPUs."""
 
     node: str = ""
     mode: str = "plugin"
@@ -186,8 +182,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """/api/pods/{namespace}/{pod}: what is known of all pods that had this name. `uid` and the status are the newest pod's. `request` has
-    the containers that request GPUs, in the kubelet's order. `allocations` and `history` are oldest first."""
+    """/api/pods/{namespace}/{pod}: what is known of all pods that had this name. `uid` and the status are the newest pod's. `request` is in
+    the kubelet's order; `allocations` and `history` are oldest first."""
 
     namespace: str
     pod: str
@@ -212,9 +208,9 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request, with the GPU's state at `at` (unix seconds). A GPU is not `empty` before the first sample of
-    its processes. `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with the reasons. `said`: the output
-    of the driver's program after a reset."""
+    """The response to a maintenance request; `at` in unix seconds. A GPU is not `empty` before the first sample of its processes.
+    `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with the reasons. `said`: the output of nvidia-smi
+    after a reset."""
 
     action: str = ""
     at: float
@@ -244,7 +240,7 @@ def container_row(
     over: bool = False,
     suspension: Suspension | None = None,
 ) -> ContainerRow:
-    """What the allocation may use on this GPU, and what it uses. `pod`, if given, replaces the pod that the allocation names."""
+    """The allocation on this GPU. `pod`, if given, replaces the pod that the allocation names."""
     key, uid = pod or (holder.pod, holder.uid)
     namespace, name = key or (None, None)
     amounts = holder.resized.get(gpu) or holder.limits.get(gpu) or holder.amounts_on(gpu)

@@ -1,12 +1,12 @@
 """ResourceClaims (DRA): prepares and unprepares them for the kubelet, on the same ledger as the calls of the device plugin.
 
-* A new claim is read from the API server (no watch can select a node's claims), then granted and saved under the agent's lock. Then its
-  limits are put in place.
+* A new claim is read from the API server, because no watch can select a node's claims. It is granted and saved under the agent's lock, then
+  its limits are put in place.
 * A repeated Prepare gets the same answer, and restores CDI specs and limits. It reads the claim again, because the claim may have been
-  allocated anew without an Unprepare. If the API server does not answer, the ledger decides while a pod that holds the claim runs, or the
-  pods are not known yet.
-* A Prepare that an Unprepare of the same claim overtook grants nothing: the kubelet may send both at the same time. A later Prepare also
-  grants nothing if all pods that the claim is reserved for have ended, are being deleted, or do not exist.
+  allocated anew. If the API server does not answer, the ledger decides while a pod that holds the claim runs, or the pods are not known
+  yet.
+* A Prepare that an Unprepare of the claim overtook grants nothing: the kubelet may send both at the same time. A later Prepare grants
+  nothing if no pod needs the claim.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from gpumgr.placement.pods import ClaimKey, Listing, PodKey, PodView
 
 log = structlog.get_logger(__name__)
 
-#: How long a Prepare waits for the watch to deliver the pod, because it needs the containers' names.
+#: How long a Prepare waits for the watch to deliver the pod, which has the containers' names.
 POD_SECONDS: Final = 2.0
 #: How long a repeated Prepare tries to read the claim.
 AGAIN_SECONDS: Final = 1.0
@@ -46,7 +46,7 @@ class ClaimReader(Protocol):
         """Retries transient failures until `deadline` (monotonic, in seconds). Raises Refusal."""
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the API server has this pod, and the pod has not ended and is not being deleted. Retries and raises as `read`."""
+        """Whether this pod exists, has not ended, and is not being deleted. Retries and raises as `read`."""
 
 
 class NodeClaims:
@@ -67,9 +67,9 @@ class NodeClaims:
         self._agent_state, self._reader, self._pods, self._enforcement = agent_state, reader, pods, enforcement
         self._starts, self._share_mode, self._closed, self._wall_clock = starts, share_mode, closed, wall_clock
         self._batch = CommitBatch(agent_state)
-        #: The calls of Prepare in progress that no Unprepare has overtaken, with the UIDs of their claims.
+        #: Calls of Prepare that no Unprepare has overtaken -> the claim's UID.
         self._preparing: dict[object, str] = {}
-        #: UID of an unprepared claim, the oldest first -> UIDs of the pods that no longer need the claim.
+        #: UID of an unprepared claim, the oldest first -> UIDs of the pods that no longer need it.
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
@@ -78,7 +78,8 @@ class NodeClaims:
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
-        waits for API server and pods. `adopted`: pods may run with the claim already, so a GPU may accept no new pods. Raises Refusal."""
+        waits for API server and pods. `adopted`: pods may run with the claim already, so its GPUs need not accept new pods. Raises
+        Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
             if not held or self._closed is None:
@@ -151,7 +152,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _note_unprepared(self, claim: ClaimRef) -> None:
-        """Records which pods no longer need the claim. Pending pods may be about to use it."""
+        """Pending pods are left out, because they may be about to use the claim."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -174,13 +175,13 @@ class NodeClaims:
         return True
 
     def _has_holder(self, held: Iterable[Allocation]) -> bool:
-        """Whether a pod of these allocations exists and has not ended. Then the claim is reserved for it, so the API server does not change
-        the claim's allocation."""
+        """Whether a pod of these allocations exists and has not ended. Then the API server does not change the claim's allocation, because
+        the claim is reserved for the pod."""
         views = [self._pods.by_uid(a.uid or "") for a in held]
         return any(view is not None and not view.ended for view in views)
 
     async def _read(self, claim: ClaimRef, held: Sequence[Allocation], deadline: float) -> AllocatedClaim | None:
-        """None: the API server does not answer, and the allocations `held` stay in force. Raises Refusal."""
+        """None: the API server does not answer, and `held` stays in force. Raises Refusal."""
         lasting = held and (self._has_holder(held) or not self._pods.synced)
         if lasting:
             deadline = min(deadline, time.monotonic() + AGAIN_SECONDS)
@@ -201,7 +202,7 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # the old shares are freed even if the new ones are refused: the API server no longer allocates them
+            if before:  # also if the new shares are refused: the API server no longer allocates the old ones
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             seconds = min(POD_SECONDS, deadline - time.monotonic())
@@ -221,8 +222,7 @@ class NodeClaims:
     def _decide(
         self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
-        """The Decision of `_grant`. Its result: the allocations, and whether they are new (False: a simultaneous call made them). Raises
-        Refusal."""
+        """Returns also the allocations, and whether they are new (False: a simultaneous call made them). Raises Refusal."""
         if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):
@@ -278,14 +278,12 @@ Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 
 class CommitBatch:
-    """Saves the decisions of simultaneous calls in one commit."""
-
     def __init__(self, agent_state: AgentState) -> None:
         self._agent_state = agent_state
         self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []
 
     async def add(self, decision: Decision[_T]) -> _T:
-        """Returns the result once the decision is durable and applied. Raises the decision's Refusal, or a Refusal if it can't be saved."""
+        """Returns the result once it is durable and applied. Raises the decision's Refusal, or one if the result can't be saved."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append((decision, result))
         await run_shielded(self._save(result), name="commit_batch")  # shielded: it saves other callers' decisions, too
@@ -298,8 +296,8 @@ class CommitBatch:
                 try:
                     await self._commit(waiting)
                 finally:
-                    # Cancels each result that is missing because the process ends. A cancelled caller does not read its result, so the
-                    # error is read here: asyncio would log it.
+                    # Cancels the results that are missing because the process ends. It also marks errors as read: asyncio would log the
+                    # error of a cancelled caller.
                     for _, ended in waiting:
                         ended.cancel()
 

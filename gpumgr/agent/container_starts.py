@@ -30,7 +30,7 @@ from gpumgr.placement.select import check_request
 
 log = structlog.get_logger(__name__)
 
-#: The reason in the event of a pod that has two sets of limits.
+#: The reason of a pod's event.
 TWO_LIMITS: Final = "GpuTwoLimits"
 
 
@@ -41,8 +41,8 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """The tenant of an allocation; None if it is no share (`is_share`), so gpumgr does not limit it. `gpus`: the GPUs that the driver lists
-    now; `view`: the allocation's pod, if known."""
+    """None if the allocation is no share (`is_share`), so that gpumgr does not limit it. `gpus`: the GPUs that the driver lists now;
+    `view`: the allocation's pod, if known."""
     if not is_share(allocation):
         return None
     parts, spec = [], view.container(allocation.container) if view else None
@@ -72,7 +72,6 @@ def tenant_of(
 
 
 def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[GpuShare, tuple[str, ...]]]:
-    """The tenants of all allocations, with their mechanisms."""
     gpus = inventory.gpus(ledger.gpu_registry)
     for allocation in ledger.allocations.values():
         view = find_pod(pods, allocation.pod, allocation.uid)
@@ -95,9 +94,9 @@ def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tupl
 
 
 class ContainerStarts:
-    """`make_dir` creates a container's folder below `host.allocation_dir`. `make_room` lowers the memory limits of the other containers on
-    the GPUs of a share; it raises Refusal if the share's memory is not free. `stored_nodes`: the GPUs' device nodes in the responses that
-    the kubelet has stored for an allocation."""
+    """`make_dir` creates a container's folder. `make_room` lowers the memory limits of the other containers on a share's GPUs; it raises
+    Refusal if the share's memory is not free. `stored_nodes`: the GPUs' device nodes in the responses that the kubelet has stored for an
+    allocation."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class ContainerStarts:
         return self.enforcement.answer(self._base(allocation, resource), resource, allocation, self._tenant(allocation))
 
     def _base(self, allocation: Allocation, resource: Resource) -> ContainerResponse:
-        """Devices, folder and annotations, which do not depend on the enforcement. Raises Refusal."""
+        """Raises Refusal."""
         if resource == "memory":
             return memory_answer(allocation)
         gpu_registry = self.agent_state.ledger.gpu_registry
@@ -139,7 +138,7 @@ class ContainerStarts:
         return tenant_of(allocation, gpu_registry, gpus, find_pod(self.pods, allocation.pod, allocation.uid))
 
     def make_folders(self, allocations: Sequence[Allocation]) -> None:
-        """Creates the host folders that the containers mount. Raises Refusal."""
+        """Raises Refusal."""
         for allocation in allocations:
             folder = f"{self._host.allocation_dir}/{allocation.id}"
             try:
@@ -167,7 +166,6 @@ class ContainerStarts:
         self._compared[allocation.id] = self._gpu_nodes(allocation)
 
     def _gpu_nodes(self, allocation: Allocation) -> Sequence[str | None]:
-        """None for a GPU without a known node."""
         granted = self.agent_state.inventory.granted(self.agent_state.ledger.gpu_registry)
         minors = [granted[gpu].minor for gpu in allocation.gpus]
         return [None if minor is None else f"nvidia{minor}" for minor in minors]
@@ -193,8 +191,8 @@ class ContainerStarts:
                 raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """The allocation with its mechanisms. They are missing if the ledger was rebuilt without the Allocate response. Then the share gets
-        NO_MECHANISM if the node has none for its pod; otherwise its limits are not known: raises Refusal."""
+        """The mechanisms are missing if the ledger was rebuilt without the Allocate response. Then the share gets NO_MECHANISM if the node
+        has none for its pod; otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -206,8 +204,7 @@ class ContainerStarts:
         return replace(allocation, mechanisms=mechanisms)
 
     def _check_exemption(self, allocation: Allocation) -> None:
-        """Raises Refusal unless the operator's exemption applies to the pod: a later `List` call may have shown that the grant is another
-        pod's."""
+        """Raises Refusal unless the exemption applies to the pod: a later `List` call may have shown that the grant is another pod's."""
         exemption = allocation.exemption
         if exemption is None or allocation.claim is not None:  # a claim's pods are certain, and the first may have ended
             return
@@ -225,10 +222,10 @@ class ContainerStarts:
 
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Call it when the pod appears on the node: adds an event if one of its containers gets two sets of limits.
+    """Call it when the pod appears on the node: adds an event if one of its containers has two sets of limits, so that it gets only one of
+    them.
 
-    If the pod's claims were prepared for other pods earlier, the kubelet makes no Prepare call that could be refused. Then the container
-    gets the variables and files of one set.
+    If the pod's claims were prepared for other pods earlier, the kubelet makes no Prepare call that could be refused.
     """
     ledger, names = agent_state.ledger, {(pod.namespace, use.claim) for use in pod.claims if not pod.ended}
     for claim in ledger.claims.values():
@@ -290,7 +287,7 @@ async def pre_start(
 
 
 def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
-    """Otherwise the start would fail with the runtime's error about a missing device, which gives no reason."""
+    """Without this refusal the start would fail with the runtime's error about a missing device, which gives no reason."""
     gone = agent_state.inventory.gone(agent_state.ledger.gpu_registry)
     for gpu in allocation.gpus:
         if gpu in gone:
@@ -316,7 +313,7 @@ def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
 
 
 def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[str]) -> None:
-    """For ids that name no GPU: gpu-manager may have admitted the container. Raises Refusal if the ledger has no record of gpu-manager."""
+    """For ids that name no GPU. Raises Refusal if the ledger has no record of gpu-manager, which may have admitted the container."""
     if not any(a.anonymous for a in ledger.allocations.values()):
         record.id = min(device_ids)
         raise Refusal(
@@ -327,5 +324,5 @@ def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids: an init container's first, then the one of the container that took the ids over."""
+    """The allocations with exactly these ids; an init container's is before the one that took them over."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)

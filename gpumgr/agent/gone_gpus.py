@@ -1,7 +1,7 @@
 """Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
 
-A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. It is forgotten when
-an operator requests it, or when another GPU is at its PCI address. If it returns, it gets the same name, and its cordon is still in force.
+A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. That happens on an
+operator's request, or when another GPU is at its PCI address. If it returns, it gets the same name, and its cordon is still in force.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,6 @@ class GoneGpus:
 
     def __init__(self, agent_state: AgentState, *, clock: Callable[[], float]) -> None:
         self._agent_state, self._clock = agent_state, clock
-        #: None before `restore`.
         self._addresses: Mapping[str, str] | None = None
         #: UUID -> when another GPU was seen first at its address.
         self._replaced_since: dict[str, float] = {}
@@ -69,7 +68,7 @@ class GoneGpus:
                 await self._forget(gpu, f"{replaced[uuid]} is at its PCI address {addresses[uuid]}")
 
     async def forget(self, gpu: RegisteredGpu, why: str) -> None:
-        """Forgets the GPU on an operator's request. Raises Refusal with the obstacle."""
+        """Raises Refusal with the obstacle."""
         obstacle, label = self._obstacle(gpu), self._agent_state.node().label(gpu.name)
         if self._agent_state.inventory.snapshot is EMPTY:
             obstacle = "the driver has not listed the node's GPUs yet"

@@ -28,7 +28,7 @@ GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many of the newest entries are searched for a repetition.
 REPEATS_WITHIN: Final = 50
-#: Skipped at each start: clients may have received entries with these numbers that were not saved before the agent was killed.
+#: Skipped at each start: clients may have received entries with these numbers that were never saved.
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 
@@ -37,7 +37,7 @@ def _content(entry: HistoryEntry) -> HistoryEntry:
 
 
 def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
-    """The entry with the id and the container of `holder`, and with its pod and GPUs where the entry has none."""
+    """The entry with the id and the container of `holder`, and its pod and GPUs if the entry has none."""
     return replace(
         entry,
         id=holder.id,
@@ -81,7 +81,7 @@ class History:
         return self._wall_clock()
 
     def numbered(self, entry: HistoryEntry) -> HistoryEntry:
-        """The entry with the next number, and the present time if it has none; the caller adds it once the change is made."""
+        """The entry with the next number; the caller adds it once the change is made."""
         self._number += 1
         return replace(entry, number=self._number, at=entry.at or self._wall_clock())
 
@@ -115,7 +115,7 @@ class History:
                 self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
-        """Writes new entries, forever. A failed write is retried and logged once."""
+        """A failed write is retried and logged once."""
         logged = False
         while True:
             await self._news.wait()
@@ -130,7 +130,7 @@ class History:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def flush(self) -> None:
-        """Writes the unsaved entries. Raises CheckpointError; then they stay unsaved."""
+        """Raises CheckpointError; then the entries stay unsaved."""
         entries = tuple(self._unsaved)
         if entries:
             await self._checkpoint.save(Change(entries=entries))
@@ -141,7 +141,7 @@ class History:
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
-    """One call of the kubelet; the fields are set while it is decided. `id`: the allocation that the call concerns, or would make."""
+    """One call of the kubelet, filled in while it is decided. `id`: the allocation that the call concerns, or would make."""
 
     call: Call
     resource: Resource

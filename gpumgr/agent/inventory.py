@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Inventory, GpuRegistry], _T]":
-    """Keeps the method's result for an inventory and a registry, which are both immutable. Callers must not change the result."""
+    """Keeps the method's result for an inventory and a registry, both immutable. Callers must not change it."""
 
     @wraps(method)
     def computed(self: "Inventory", gpu_registry: GpuRegistry) -> _T:
@@ -42,8 +42,8 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
 
 
 class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work; `lost` are the GPUs of them that fell off the bus. `cordoned`:
-    UUID -> why a GPU that works accepts no new containers; `in_mig_mode` are the GPUs that are cordoned only because of their MIG mode."""
+    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work; `lost`: failed GPUs that fell off the bus. `cordoned`: UUID ->
+    why a GPU that works accepts no new containers; `in_mig_mode`: cordoned only because of MIG mode."""
 
     failed: Mapping[str, str] = msgspec.field(default_factory=dict)
     cordoned: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -54,10 +54,10 @@ class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it.
 
-    `replicas`: how many of each GPU are offered. `scaling`: factors of the GPU's memory and cores for its replicas. `mig_strategy`: which
-    MIG devices are offered. `mig_on_demand`: the profiles of MIG devices that are created for containers, on GPUs that then have no shares
-    (empty: all profiles; None: no device is created). `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be
-    created now. `burst_mebibytes`: GPU -> memory that containers hold above their requests.
+    `replicas`: how many of each GPU are offered, with its memory and cores multiplied by `scaling`. `mig_on_demand`: the profiles of MIG
+    devices that are created for containers, on GPUs that then have no shares (empty: all profiles; None: no device is created).
+    `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now. `burst_mebibytes`: GPU -> memory that
+    containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -73,7 +73,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _computed(self) -> dict[str, tuple[GpuRegistry, Any]]:
-        """Name of a method -> the registry and the result of its last call (`_once`)."""
+        """Method -> registry and result of its last call."""
         return {}
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
@@ -93,8 +93,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """GPU with MIG devices on demand -> all its profiles, with the places that are not blocked. A profile that the settings leave out
-        has no places. It stays in the list because the parts of a GPU are counted with its largest profile."""
+        """GPU with MIG devices on demand -> all its profiles, with the places that are not blocked. A profile that the settings exclude has
+        no places, but stays: the parts of a GPU are counted with its largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {
@@ -125,7 +125,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [failure for failure in self.snapshot.failures if failure.uuid not in gpu_registry.by_uuid]
 
     def granted(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, GrantedGpu]:
-        """Registered GPU -> what a container's response says about it. A GPU that the driver does not list has no device node."""
+        """Registered GPU -> what a response says about it. A GPU that the driver does not list has no device node."""
         shown = self.gpus(gpu_registry)
         return {
             c.name: GrantedGpu(
@@ -163,14 +163,14 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for c in gpu_registry.gpus:
             cordon = self.health.cordoned.get(c.uuid)
             quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
-            # A GPU in MIG mode still grants MIG devices, but not in quarantine; so the quarantine is the first reason then.
+            # A GPU in MIG mode still grants MIG devices, but not in quarantine.
             own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
             reasons[c.name] = without_mig.get(c.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
 
     @_once
     def _without_mig(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, str]:
-        """GPU -> why no MIG device can be created on it, although some should be."""
+        """GPU -> why no MIG device can be created on it on demand."""
         reasons, on_demand = {}, self.mig_profiles(gpu_registry)
         for name, gpu in self.gpus(gpu_registry).items():
             if name in on_demand and not any(map(self._may_create, gpu.mig_profiles)):

@@ -44,9 +44,8 @@ log = structlog.get_logger(__name__)
 
 Action = Literal["cordon", "drain", "uncordon", "reset", "forget"]
 
-#: How many containers or processes a refusal names at most.
 NAMED = 8
-#: Code of the entry in the history, and reason of the pod's event.
+#: Code in the history, and reason of the pod's event.
 EVICTED = "GpuDrained"
 
 
@@ -60,7 +59,7 @@ class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthOverrides(Protocol):
-    """Decides which GPUs accept new containers (gpumgr.driver.monitor.Monitor)."""
+    """Decides which GPUs accept new containers."""
 
     def cordon(self, uuid: str, message: str) -> None:
         """The GPU accepts no new containers, even if the driver lists it only later."""
@@ -73,12 +72,11 @@ class HealthOverrides(Protocol):
         ...
 
     async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
-        """The processes with a context on the GPU now; None: the driver does not list them, or the GPU answers with an error. Raises
-        NvmlError if the driver does not answer."""
+        """None: the driver does not list them, or the GPU answers with an error. Raises NvmlError if the driver does not answer."""
         ...
 
 
-#: Resets the GPU with this UUID, and returns the output of the driver's program. Raises NvmlError with the output.
+#: Gets a UUID, and returns the output of the driver's program. Raises NvmlError with the output.
 Reset = Callable[[str], Awaitable[str]]
 
 
@@ -123,8 +121,8 @@ class Maintenance:
                     self._evict(self._evictor, gpu, cordon, again=True)
 
     async def execute(self, request: MaintenanceRequest) -> MaintenanceResult:
-        """Executes the request, to its end even if the caller is cancelled. Raises InputError for an unknown GPU or a reason that is too
-        long, Refusal if the request can't be executed now."""
+        """Executes the request to its end, even if the caller is cancelled. Raises InputError for an unknown GPU or too long a reason, or
+        Refusal."""
         return await run_shielded(self._execute(request), name=f"gpu_{request.action}")
 
     async def _execute(self, request: MaintenanceRequest) -> MaintenanceResult:
@@ -169,8 +167,8 @@ class Maintenance:
         return done
 
     def _evict(self, evictor: Evictor, gpu: RegisteredGpu, cordon: Cordon, *, again: bool = False) -> dict[str, Any]:
-        """Requests the eviction of each pod on the GPU. `again`: the history has these evictions already. Returns the fields `evicting` and
-        `not_evicted` of MaintenanceResult."""
+        """Requests the eviction of each pod on the GPU; returns `evicting` and `not_evicted` of MaintenanceResult. `again`: the history has
+        these evictions already."""
         reason = f"{self._label(gpu)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
         pods: dict[tuple[PodKey, str], Allocation] = {}
         staying = []
@@ -193,7 +191,7 @@ class Maintenance:
         return {"evicting": tuple("/".join(pod) for pod, _ in pods), "not_evicted": tuple(staying)}
 
     async def _put(self, gpu: RegisteredGpu, cordon: Cordon | None, why: str) -> bool:
-        """Sets or removes (None) the cordon. False if nothing changes."""
+        """False if nothing changes."""
         if cordon == self.cordons.get(gpu.uuid):
             return False
         cordons = {uuid: kept for uuid, kept in self.cordons.items() if uuid != gpu.uuid}
@@ -268,8 +266,7 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """Raises Refusal while the GPU has processes. If the driver can't list them (a lost GPU, for example), its program still refuses
-        while a process has the GPU open."""
+        """If the driver can't list processes (a lost GPU, for example), its program still refuses while a process has the GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]
@@ -307,12 +304,11 @@ def find_gpu(text: str, gpus: Sequence[RegisteredGpu], indices: Mapping[GpuName,
 
 
 def _requester(gpu: RegisteredGpu) -> str:
-    """One requester for each drained GPU, so the end of its drain cancels only its own evictions."""
+    """Each drained GPU has its own requester, so the end of its drain cancels only its own evictions."""
     return f"drain of {gpu.uuid}"
 
 
 def _named(names: Sequence[str]) -> str:
-    """`a, b and 3 more are`."""
     more = len(names) - NAMED
     listed = ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
     return f"{listed} {'is' if len(names) == 1 else 'are'}"

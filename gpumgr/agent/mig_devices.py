@@ -24,9 +24,9 @@ from gpumgr.placement.devices import Gpu, MigInstance, MigProfile
 
 log = structlog.get_logger(__name__)
 
-#: Reason of the event of a pod that holds a MIG device that was destroyed.
+#: The reason in the event of a pod that lost its MIG device.
 MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
-#: Note in the checkpoint: the ledger was lost, and containers with MIG devices may be missing in it.
+#: Note in the checkpoint: the lost ledger may lack containers with MIG devices.
 INCOMPLETE_NOTE: Final = "mig_devices_incomplete"
 #: The pause between two tries to turn MIG mode on, or to create a MIG device at the same place.
 RETRY_SECONDS: Final = 30.0
@@ -60,7 +60,6 @@ class MigDevices:
         self._created: set[str] = set()
         #: GPU or MIG device -> what was last reported about it.
         self._reported: dict[str, str] = {}
-        #: GPU -> the time of the last try to turn MIG mode on.
         self._tried: dict[str, float] = {}
         #: (GPU, memory slices) -> when no MIG device could be created there.
         self._failed: dict[tuple[str, int], float] = {}
@@ -93,7 +92,7 @@ class MigDevices:
 
     async def restore(self, allocation: Allocation) -> Allocation:
         """The allocation with MIG devices that exist; call it when the container starts. After a reboot they are created again. If a UUID
-        changes, only a container with CDI can start, because the environment of others names the former UUID. Raises Refusal."""
+        changes, only a container with CDI can start, because the environment of others names the old UUID. Raises Refusal."""
         if not await self._gone(allocation.mig_devices):
             return allocation
         async with self.changes:
@@ -160,7 +159,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # A place where a creation has just failed is allowed: it may have failed because MIG mode was off after a reboot.
+        # The place of a failed creation is allowed again: MIG mode may have been off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):
@@ -177,7 +176,7 @@ class MigDevices:
         return replace(device, uuid=made.uuid, gpu_instance=made.gpu_instance, compute_instance=made.compute_instance)
 
     async def _destroy_unless_held(self, gpu: str, device: str) -> str | None:
-        """Destroys a MIG device that no container has. Returns why it is still there; None if a container has it, or if it is destroyed."""
+        """Destroys a MIG device that no container has; returns why it is still there."""
         if device in _held(self._agent_state.ledger):
             return None
         async with self.changes:
@@ -192,7 +191,7 @@ class MigDevices:
         return device not in _held(self._agent_state.ledger) and (not self._keeping or device in self._created)
 
     async def _destroy(self, gpu: str, device: str) -> str | None:
-        """Returns the reason of a failure; it is logged when it changes."""
+        """Returns why it failed; a new reason is logged."""
         try:
             await self._driver.destroy_mig_instance(gpu, device)
         except NvmlError as error:
@@ -204,8 +203,8 @@ class MigDevices:
         return None
 
     async def _enable(self, gpu: str) -> Mapping[str, str]:
-        """Returns the reason of a failure by GPU; it is logged when it changes. A try may stop the GPU for a moment, so the next one waits
-        for RETRY_SECONDS."""
+        """Returns why it failed, by GPU; a new reason is logged. A try may stop the GPU for a moment, so the next one waits for
+        RETRY_SECONDS."""
         if gpu in self._reported and self._clock() - self._tried[gpu] < RETRY_SECONDS:
             return {gpu: self._reported[gpu]}
         self._tried[gpu] = self._clock()
@@ -233,7 +232,7 @@ class MigDevices:
         return [device for device in devices if (there := present[device.gpu]) is not None and device.uuid not in there]
 
     async def _present(self, gpu: str) -> Collection[str] | None:
-        """UUIDs of the GPU's MIG devices now (the last snapshot may be older). None: the GPU does not answer."""
+        """Asks the driver, because the last snapshot may be older. None: the GPU does not answer."""
         try:
             return {each.uuid for each in await self._driver.mig_instances(gpu)}
         except NvmlError:
@@ -241,7 +240,6 @@ class MigDevices:
 
 
 def _gpus(ledger: Ledger, inventory: Inventory) -> Mapping[str, Gpu]:
-    """Name -> GPU on which MIG devices are created."""
     shown = inventory.gpus(ledger.gpu_registry)
     return {name: shown[name] for name in inventory.mig_profiles(ledger.gpu_registry)}
 

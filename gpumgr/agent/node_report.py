@@ -30,16 +30,15 @@ class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` the instant in unix seconds. `sample` is NVML's latest,
-    `use` the use by container, `sampled_at` monotonic seconds; all None before the first sample.
+    """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` in unix seconds. `sample` is NVML's latest, `sampled_at` in
+    monotonic seconds; these and `use` are None before the first sample.
 
     `reasons`: UUID -> why a GPU accepts no new containers, a word of gpumgr.driver.health.Reason. It applies only to GPUs that are
-    unschedulable in `view`, and may be incomplete. `over`: the containers over their memory, with the GPU. `gpu_limits`: UUID -> how new
-    shares are limited on a listed GPU.
+    unschedulable in `view`, and may be incomplete. `over`: the containers over their memory. `gpu_limits`: UUID -> how new shares are
+    limited on a listed GPU.
 
-    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready` and `warnings` are sentences:
-    why the node can't accept pods with GPUs now, and other faults of what the node offers. `cordons` are by UUID. `api_queue` None: there
-    is no API server.
+    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready` says why the node can't accept
+    pods with GPUs now, `warnings` what else is wrong with its offer. `cordons` are by UUID. `api_queue` None: there is no API server.
 
     `connections` counts the web server's open connections, `streams` the kubelet's open ListAndWatch calls by resource. Other counts are
     since the start of the process: `nvml_errors` by function and NVML error number, `vcuda_registrations` by result, `mps_daemon_restarts`

@@ -13,8 +13,8 @@ from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, Resize
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
-    """The pod with this name and UID, as the API server has it; None if there is none, or if `pod` and `uid` are None. A static pod is
-    found by its mirror pod's UID, and by the UID that the kubelet and the container runtime use."""
+    """The pod with this name and UID, as the API server has it; None: there is none. A static pod is found by its mirror pod's UID, and by
+    the UID that the kubelet and the container runtime use."""
     view = (pods.by_uid(uid) if uid else None) or (pods.get(pod) if pod else None)
     if view is None and uid:
         view = next((each for each in pods.all() if each.runtime_uid == uid), None)
@@ -22,8 +22,8 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
-    """The container's undecided request for a resize (NO_RESIZE: back to what was granted). None: there is none, the pod has ended, or the
-    pod or the granted amounts are not known yet."""
+    """The container's undecided request for a resize (NO_RESIZE: back to what was granted). None also if the pod has ended, or the pod or
+    the granted amounts are not known yet."""
     view = find_pod(pods, a.pod, a.uid)
     if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
         return None
@@ -68,7 +68,7 @@ def pod_of(holder: Allocation, pods: Pods) -> tuple[PodKey, str] | None:
 
 
 def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
-    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode; None: it can."""
+    """Why this node can't work in `mode` yet: a sentence with the pods that hold GPUs in the other mode."""
     holders = sorted({a.describe() for a in ledger.allocations.values() if bool(a.claim) != (mode == "dra")})
     if not holders:
         return None
@@ -80,7 +80,7 @@ def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
     )
 
 
-#: How long a call of the kubelet may wait for the watch, because the kubelet frees the ids of an ended pod before the watch shows the end.
+#: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod before the watch shows the end.
 END_SECONDS: Final = 0.5
 #: The shortest time between two waits for the end of the same allocation's pod.
 REPEAT_SECONDS: Final = 5.0
@@ -101,7 +101,7 @@ class PodEnds:
 
     def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
-        #: The kubelet appends it to the names of static pods, and so to the names of their mirror pods.
+        #: The kubelet appends it to the names of static pods and their mirror pods.
         self._static_end = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 
@@ -147,7 +147,7 @@ class PodEnds:
             await self._pods.wait_ended({a.uid for a in due if a.uid}, END_SECONDS)
 
     async def _sandboxes(self) -> Collection[PodSandbox] | None:
-        """The runtime's ready sandboxes; None: it does not answer."""
+        """None: the runtime does not answer."""
         try:
             async with asyncio.timeout(RUNTIME_SECONDS):
                 return await self._runtime.ready_sandboxes()

@@ -26,15 +26,13 @@ class Checkpoint(Protocol):
 
 
 class PodResources(Protocol):
-    """The kubelet's PodResources API."""
-
     async def list(self) -> Listing:
         """All active pods with their device ids. Raises KubeletError."""
         ...
 
 
 class Pods(Protocol):
-    """This node's pods as the API server has them, from a cache."""
+    """This node's pods, from a cache."""
 
     @property
     def synced(self) -> bool: ...
@@ -70,7 +68,7 @@ class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """The terms for a container of this pod (None: the pod is not certain). `setting`: the mechanism that its DeviceClass demands."""
+        """`pod` None: it is not certain. `setting`: the mechanism that its DeviceClass demands."""
         ...
 
     def answer(
@@ -104,14 +102,12 @@ class Evictor(Protocol):
     """Requests evictions without waiting for them."""
 
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:
-        """Replaces all evictions of this requester; a pod that no requester names is not evicted. `immediately`: also repeats evictions
-        that were requested or refused a short time ago."""
+        """Replaces all evictions of this requester; a pod that no requester names is not evicted. `immediately`: also repeats recent
+        evictions."""
         ...
 
 
 class Meter(Protocol):
-    """Metrics of the reconciler."""
-
     def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
 
 
@@ -129,12 +125,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """A running container with a share. `others`: further containers that run with the same ResourceClaim. `pids`: the host's ids of all
-    processes in the containers' cgroups and below, ascending.
-
-    `gpu_pids`: the ones with a context on one of the GPUs. `memory_bytes`: GPU -> the memory that they use, as the driver reports it (None:
-    not known).
-    """
+    """A running container with a share. `others`: further containers with the same ResourceClaim. `pids`: the host's ids of all processes
+    in the containers' cgroups and below, ascending; `gpu_pids` have a context on one of the GPUs. `memory_bytes`: GPU -> what they use
+    there (None: not known)."""
 
     tenant: GpuShare
     container: Container

@@ -24,7 +24,7 @@ from gpumgr.placement.pods import Listing, PodKey
 log = structlog.get_logger(__name__)
 
 #: For this time after an Allocate the agent does not call `List`: the kubelet would rebuild its table of used ids, and lose ids that it has
-#: chosen and not yet entered. A sweep after a pod's end also waits for it.
+#: chosen and not yet entered. It is also the delay of a sweep after a pod's end.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0
@@ -39,8 +39,6 @@ PATIENCE_WHILE_INCOMPLETE = 6
 
 
 class Reconciler:
-    """Sweeps every few seconds, and soon after the end of a pod."""
-
     def __init__(
         self,
         *,
@@ -136,9 +134,9 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them, because their pod runs. If it is not known whether the pod
-        has ended, the allocation stays in these cases: `List` may be incomplete; it shows the pod without its ids (the kubelet lost its
-        checkpoint); or the pod's name is unknown and a listed pod lacks ids."""
+        """The allocations that stay although the last `List` did not show them, because their pod runs. If that is not known, an allocation
+        stays while `List` may be incomplete, while `List` shows the pod without its ids (the kubelet lost its checkpoint), or while its pod
+        has no name and a listed pod lacks ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -153,7 +151,7 @@ class Reconciler:
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """Adds the allocations that only the kubelet has (at start, after a lost checkpoint). `entries` are from the kubelet's checkpoint.
-        If the ledger has all of them with their pods, `List` would add nothing. So it is not called, and GPUs are offered at once."""
+        If the ledger has them all with their pods, `List` is not called, so that GPUs are offered at once."""
         entries = tuple(entries)
         async with self._agent_state.lock:
             ledger = self._agent_state.ledger
@@ -169,8 +167,8 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Calls `List` to learn the pod of a container that starts, once no Allocate is expected. Gives up after LEARN_SECONDS; the start
-        is then refused, and the kubelet retries it."""
+        """Calls `List` to learn the pod of a starting container, once no Allocate is expected. After LEARN_SECONDS it gives up; then the
+        start is refused, and the kubelet retries it."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))

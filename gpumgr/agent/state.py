@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 #: The memory call of a container follows its core call within this time, or not at all.
 OPEN_SECONDS = 5.0
-#: How long a pod that must otherwise be refused waits for the kubelet to read a ListAndWatch message, which takes milliseconds.
+#: How long a pod that must otherwise be refused waits for the kubelet to read a list, which takes milliseconds.
 PUBLISH_SECONDS = 0.1
 #: Changed memory blocks are sent this long after the last device list, or later.
 SETTLE_SECONDS = 1.0
@@ -74,7 +74,7 @@ class DeviceListPublisher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def hurry(self) -> bool:
-        """Sends a list that is held back. True if the list sent last has Healthy memory blocks that do not count as visible yet."""
+        """Sends a list that is held back. True if the list sent last has Healthy blocks that do not count as visible yet."""
         self._send()
         visible = self.visible_blocks()
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
@@ -95,7 +95,7 @@ class DeviceListPublisher:
             self._timer = None
 
     def _urgent(self, new: NodeDevices) -> bool:
-        """Whether the GPUs, their memory, or their Healthy cores, replicas or MIG devices have changed."""
+        """Whether more than memory blocks has changed."""
         if len(new) != len(self._sent):
             return True
         return any(
@@ -119,11 +119,11 @@ class DeviceListPublisher:
 
 
 class AgentState:
-    """All state of the agent. Each change needs `lock`. The ledger in memory may be ahead of the disk only by removals, reservations and
-    corrected names, which the next commit saves.
+    """All state of the agent. Each change needs `lock`. Only removals, reservations and corrected names may be in force before they are on
+    disk; the next commit saves them. If a method raises CheckpointError, nothing has changed.
 
     `before_offer` is awaited under `lock` before listed GPUs are offered. `on_freed` gets the id of each removed allocation. `inventory`
-    has no GPUs yet, only the settings that decide what is offered of them.
+    has the settings, but no GPUs yet.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class AgentState:
         # A reservation is left over from before a restart. The kubelet never got an answer about it.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
-        #: The containers that are suspended, or are being suspended or resumed; also on disk.
+        #: Containers that are suspended, or are being suspended or resumed; also on disk.
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
@@ -162,7 +162,7 @@ class AgentState:
 
     async def node_with_pending_blocks(self) -> NodeView | None:
         """Sends the kubelet at once all memory blocks that can be offered, and returns the node with them; None if the kubelet has them
-        already. Use it for a request that would be refused: if the blocks arrive too late, the kubelet itself refuses the pod."""
+        already. Use it for a request that would be refused: if the blocks arrive too late, the kubelet refuses the pod itself."""
         self.publish()
         if not self._device_lists.hurry():
             return None
@@ -171,7 +171,7 @@ class AgentState:
 
     async def commit(self, ledger: Ledger, *entries: HistoryEntry) -> None:
         """Makes `ledger` durable, with the history's `entries` in the same transaction, then applies it. Raises CheckpointError, also for a
-        ledger that contradicts itself (LedgerError); then nothing has changed."""
+        ledger that contradicts itself (LedgerError)."""
         change = ledger.since(self._durable)
         _refuse_violations(ledger, change)
         numbered = tuple(self.history.numbered(entry) for entry in entries)
@@ -184,7 +184,7 @@ class AgentState:
             self.history.add(entry, saved=True)
 
     async def change(self, decide: Callable[[Ledger], tuple[Ledger, Iterable[HistoryEntry]]]) -> None:
-        """Commits what `decide` makes of the ledger. Raises CheckpointError; then nothing has changed."""
+        """Commits what `decide` makes of the ledger. Raises CheckpointError."""
         async with self.lock:
             ledger, entries = decide(self.ledger)
             await self.commit(ledger, *entries)
@@ -201,7 +201,7 @@ class AgentState:
             self.ledger = self.ledger.free([reserved.id])
 
     def _apply(self, ledger: Ledger) -> None:
-        """Puts `ledger` in force, reports the freed allocations, and checks GPUs without a holder for remaining processes."""
+        """Puts `ledger` in force, reports freed allocations, and checks GPUs without a holder for remaining processes."""
         for a in ledger.freed_since(self.ledger):
             log.info("allocation_freed", allocation=a.id, holder=a.describe(), gpus=tuple(a.gpus))
             seconds = max(0, round(self.history.now() - a.granted_at))
@@ -231,8 +231,8 @@ class AgentState:
         return self._open is not None and self._open[0] == allocation
 
     async def set_snapshot(self, snapshot: NodeSnapshot, health: HardwareHealth | None = None) -> None:
-        """Puts the listed GPUs and their health in force (None: as before). New GPUs are registered on disk before they are offered. If
-        that fails, they are not offered before a later `register_gpus` succeeds."""
+        """Puts the listed GPUs and their health in force (None: as before). New GPUs are registered on disk before they are offered; if
+        that fails, a later `register_gpus` must succeed first."""
         async with self.lock:
             self.inventory = replace(self.inventory, snapshot=snapshot, health=health or self.inventory.health)
             try:
@@ -243,11 +243,11 @@ class AgentState:
             self.publish()
 
     async def register_gpus(self) -> None:
-        """Registers the snapshot's GPUs. The caller holds `lock`. Raises CheckpointError; then nothing has changed."""
+        """Registers the snapshot's GPUs. The caller holds `lock`. Raises CheckpointError."""
         await self.commit(self.ledger.with_gpu_registry(self.inventory.register(self.ledger.gpu_registry)))
 
     async def forget_gpu(self, name: GpuName, entry: HistoryEntry) -> None:
-        """Drops a registered GPU unless it has allocations. Raises CheckpointError; then nothing has changed."""
+        """Drops a registered GPU unless it has allocations. Raises CheckpointError."""
         async with self.lock:
             if not self.ledger.on(name):
                 await self.commit(self.ledger.with_gpu_registry(self.ledger.gpu_registry.without(name)), entry)
@@ -264,7 +264,6 @@ class AgentState:
             self.publish()
 
     async def change_inventory(self, **fields: Any) -> None:
-        """Puts these fields of the inventory in force."""
         if any(getattr(self.inventory, name) != value for name, value in fields.items()):
             async with self.lock:
                 self.inventory = replace(self.inventory, **fields)
@@ -284,8 +283,7 @@ class AgentState:
             self.suspensions = changed
 
     async def set_sample(self, sample: NodeSample, started: Mapping[int, int]) -> None:
-        """Updates the quarantine with the processes on each GPU. `started`: pid -> start time in clock ticks since boot, for the processes
-        that run."""
+        """Updates the quarantine. `started`: pid -> start time in clock ticks since boot, for the processes that run."""
         async with self.lock:
             processes = self.inventory.processes(self.ledger.gpu_registry, sample, started)
             state = quarantine.sampled(self.inventory.quarantine, processes, self.ledger.occupied)
@@ -293,7 +291,7 @@ class AgentState:
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
         """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container)
-        that still run. Then judges the processes of the samples so far again. Raises CheckpointError for a note that can't be read."""
+        that still run, then judges the samples so far again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
@@ -306,11 +304,8 @@ class AgentState:
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:
-        """Saves the quarantine for the next start. Raises CheckpointError.
-
-        Unattributed processes are saved, too. Otherwise a display server would count as a container's process after a restart, and its GPU
-        would stay in quarantine.
-        """
+        """Saves the quarantine for the next start, with the unattributed processes: otherwise a display server would count as a container's
+        process after a restart, and keep its GPU in quarantine. Raises CheckpointError."""
         state = self.inventory.quarantine
         kept = {"held": state.held, "unattributed": state.unattributed}
         note = encode_note(kept)

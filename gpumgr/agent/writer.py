@@ -1,8 +1,8 @@
 """Serves the kubelet's calls: collects the input, decides (pure), saves, applies and responds. One lock makes decisions one after the
 other; it is free while MIG devices are created, and between two tries of PodResources `List`.
 
-A call sends no request to the API server. Its waits for the pod cache, PodResources, the disk and the driver are bounded. It is completed
-even if the kubelet cancels it, so that disk and memory stay equal.
+A call sends no request to the API server, and its waits are bounded. It is completed even if the kubelet cancels it, so that disk and
+memory stay equal.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class AgentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """Decides the calls of the device plugins. Calls for different resources may run at the same time."""
+    """Calls for different resources may run at the same time."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Agent:
             raise
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
-        """Calls `decide` under the lock, again and again while it raises ListFailedError. Raises Refusal after LIST_AGAIN_SECONDS, or once
-        the kubelet makes another call: then the kubelet has restarted."""
+        """Returns what `decide` returns under the lock, and tries again while it raises ListFailedError. Raises Refusal after
+        LIST_AGAIN_SECONDS, or once the kubelet makes another call, because it has restarted then."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:
@@ -166,7 +166,6 @@ class Agent:
                 raise Refusal("internal", f"the pod was not placed: {error}") from error
 
     def _identified(self, record: CallRecord, caller: Caller) -> None:
-        """Records the caller, and the amounts that are available for the decision."""
         agent_state = self.agent_state
         record.caller, record.candidates = caller, candidates(agent_state.node(), agent_state.ledger)
         other = other_resource(record.resource)
@@ -179,8 +178,8 @@ class Agent:
             agent_state.history.add_unless_repeated(entry)
 
     async def _choose(self, caller: Caller, request: Request) -> Choice:
-        """The best choice. If there is none, the kubelet gets the freed memory blocks that it still has as Unhealthy, and these count,
-        too."""
+        """The best choice. If there is none, it sends the kubelet the freed memory blocks that the kubelet still has as Unhealthy, and
+        chooses again."""
         agent_state = self.agent_state
         select = choose_replicas if request.resource == "replica" else choose
         try:
@@ -232,8 +231,8 @@ class Agent:
     async def _decide(
         self, record: CallRecord, device_ids: Sequence[str], pending: Pending | None
     ) -> tuple[Allocation, str | None]:
-        """The allocation of exactly these ids, without its MIG devices; and the evaluator that chose the ids, if one did. `pending` is the
-        last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
+        """The allocation of exactly these ids, without MIG devices, and the evaluator that chose them, if one did. `pending` is the last
+        answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
             raise Refusal("invalid_request", f"the kubelet's request to allocate has no {resource} ids")
@@ -262,8 +261,8 @@ class Agent:
     async def _create_and_grant(
         self, record: CallRecord, reserved: Allocation, evaluator: str | None
     ) -> tuple[Allocation, ContainerResponse]:
-        """Creates the MIG devices of a reservation without the lock, because the driver may take 30 s, and grants it. Raises Refusal; then
-        no device and no reservation is left."""
+        """Creates a reservation's MIG devices without the lock, because the driver may take 30 s, and grants it. Raises Refusal; then no
+        device and no reservation is left."""
         agent_state, created = self.agent_state, reserved
         async with self.mig_devices.changes:
             try:
@@ -280,8 +279,7 @@ class Agent:
                 self.reconciler.answered()
 
     def _still_reserved(self, allocation: AllocationId) -> Allocation:
-        """The reservation as it is now: its pod may have become known. Raises Refusal if it was freed, or if one of its GPUs went out of
-        service."""
+        """The reservation as it is now, perhaps with its pod. Raises Refusal if it was freed, or if one of its GPUs went out of service."""
         reserved = self.agent_state.ledger.allocations.get(allocation)
         if reserved is None:
             raise Refusal("conflict", "the kubelet offered the container's ids again while its MIG devices were created")

@@ -30,8 +30,8 @@ class DeviceNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name". If the responses of a
-    container's resources differ in one key, the kubelet uses the first."""
+    """What the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name". If two resources of a
+    container set one key, the kubelet uses the first response."""
 
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -53,9 +53,9 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc looks for libraries in every image, even without LD_LIBRARY_PATH and an entry in ld.so.cache: subfolders that images normally
-#: do not have, below the library folders of Debian and of other distributions. glibc 2.33 and later look into `glibc-hwcaps`, glibc before
-#: 2.37 into `tls`. For x86-64. Source: ld.so(8), "Hardware capabilities".
+#: Where glibc finds libraries in every image, even without LD_LIBRARY_PATH and ld.so.cache: subfolders of the library folders that images
+#: normally do not have. glibc 2.33 and later look into `glibc-hwcaps`, glibc before 2.37 into `tls`. For x86-64. Source: ld.so(8),
+#: "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
@@ -87,8 +87,8 @@ class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """Host paths of what a container gets; paths for which `exists` is false are omitted. `mig_minors` returns the driver's list of the
-    capabilities of MIG devices, empty if it has none. `machine`: the value of platform.machine()."""
+    """Paths for which `exists` is false are omitted from responses. `mig_minors` returns the driver's list of the capabilities of MIG
+    devices, empty if it has none. `machine`: platform.machine()."""
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str
@@ -102,7 +102,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rebuild of the ledger needs to know about an allocation with replicas; see Allocation."""
+    """What a rebuild of the ledger needs of an allocation with replicas."""
 
     gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -110,8 +110,8 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU in a response. `minor` None: the driver does not report it, so the GPU has no device node. `instances`: UUID of a MIG device ->
-    ids of its GPU instance and compute instance."""
+    """`minor` None: the driver does not report it, so the GPU has no device node. `instances`: UUID of a MIG device -> ids of its GPU
+    instance and compute instance."""
 
     uuid: str
     minor: int | None
@@ -142,8 +142,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """The mounts of the driver's files; vcuda always needs them, because its library replaces the driver's. The folder is a symbolic link,
-    which the runtime follows at each start: the container gets the files of the driver that is loaded then."""
+    """vcuda always needs the driver's files, because its library replaces the driver's. The folder is a symbolic link, which the runtime
+    follows at each start: the container gets the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):
@@ -157,11 +157,9 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
-    """`devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted.
-
-    LD_LIBRARY_PATH is set for vcuda, so that its library is found first, and where glibc does not search LOADER_PATHS.
-    NVIDIA_VISIBLE_DEVICES keeps NVIDIA's toolkit from adding mounted files again.
-    """
+    """`devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted. LD_LIBRARY_PATH is set for vcuda, so that its
+    library is found first, and where glibc does not search LOADER_PATHS. NVIDIA_VISIBLE_DEVICES keeps NVIDIA's toolkit from adding mounted
+    files again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit
@@ -192,7 +190,7 @@ def instance_answer(
 def _of_instances(
     allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], places: Mapping[str, tuple[GpuName, int, int]], host: HostPaths
 ) -> ContainerResponse:
-    """`places`: UUID -> the device's GPU, and the ids of its GPU instance and compute instance."""
+    """`places`: UUID -> GPU, ids of the GPU instance and the compute instance."""
     numbers = dict(line.split() for line in host.mig_minors().splitlines() if len(line.split()) == 2)
     paths = []
     for gpu, gpu_instance, compute_instance in places.values():
@@ -205,12 +203,12 @@ def _of_instances(
 
 
 def memory_answer(allocation: Allocation) -> ContainerResponse:
-    """The response to the memory call; the annotation has bytes, as in gpu-manager."""
+    """The annotation has bytes, as in gpu-manager."""
     return ContainerResponse(annotations={MEMORY_RESOURCE: str(count(allocation.held("memory")) * BLOCK_BYTES)})
 
 
 def allocation_id_in(mounts: Mapping[str, str]) -> str | None:
-    """The allocation id in the mounts (container path -> host path) of an earlier response."""
+    """`mounts`: container path -> host path, of an earlier response."""
     folder = mounts.get(ALLOCATION_PATH)
     return folder.rstrip("/").rpartition("/")[2] or None if folder else None
 
@@ -221,5 +219,4 @@ def mechanisms_in(annotations: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _inside(path: str, host: HostPaths) -> str:
-    """The path in the container is below /dev, for each device root of the host."""
     return "/dev" + path.removeprefix(host.device_root) if path.startswith(host.device_root + "/") else path

@@ -29,8 +29,8 @@ class ContainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of some containers on one GPU. `free_bytes`: what no process uses; None: not known. `granted_bytes`: what the containers
-    were granted together, where memory taken over from an init container counts once."""
+    """The memory of some containers on one GPU. `free_bytes`: what no process uses; None: not known. `granted_bytes`: their grants
+    together; memory that was taken over from an init container counts once."""
 
     containers: Mapping[AllocationId, ContainerMemory]
     free_bytes: int | None
@@ -38,14 +38,13 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unused_bytes(self) -> int:
-        """Granted memory that is not used."""
         return max(
             0, self.granted_bytes - sum(min(each.used_bytes or 0, each.request_bytes) for each in self.containers.values())
         )
 
     def limits(self, *, starting: bool) -> dict[AllocationId, int]:
-        """The present limits in bytes: whole MiB, and never below a request. `starting`: another container needs memory of the GPU, so none
-        of `containers` may burst further."""
+        """The present limits in bytes: whole MiB, and never below a request. `starting`: another container needs memory, so none may burst
+        further."""
         room = 0 if starting or self.free_bytes is None else max(0, self.free_bytes - self.unused_bytes) // _MEBIBYTE * _MEBIBYTE
         return {
             key: each.request_bytes
@@ -78,9 +77,9 @@ def wanted_limits(
     obstacle: str | None,
     most_mebibytes: int,
 ) -> dict[GpuName, int]:
-    """GPU -> the limit in MiB that the pod demands for this container; empty: none. `others`: the pod's other allocations.
-    `memory_mebibytes`: of each GPU. `obstacle`: why this container can't have a burst. `most_mebibytes`: how much memory a pod may have
-    above its requests; 0: no maximum. Raises ValueError with the reason if the limit is not possible."""
+    """GPU -> the limit in MiB that the pod demands for this container. `others`: the pod's other allocations. `memory_mebibytes`: of each
+    GPU. `obstacle`: why this container can't have a burst. `most_mebibytes`: how much a pod may have above its requests; 0: no maximum.
+    Raises ValueError with the reason."""
     limits = dict(view.memory_limits)
     if view.memory_limits_ignored is not None:
         raise ValueError(view.memory_limits_ignored)

@@ -1,5 +1,5 @@
-"""Identifies the container for which the kubelet calls the device plugin. The call names no pod, but the kubelet admits pods, and their
-containers, one after another.
+"""Identifies the container for which the kubelet calls the device plugin. The call names no pod, but the kubelet admits containers one
+after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if its
 first container that lacks ids requests as many ids of the resource as the call.
@@ -58,11 +58,8 @@ UNKNOWN_CALLER = Caller()
 
 
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
-    """The first container, in the kubelet's order, that lacks a resource that it requests.
-
-    Containers before the last one that holds ids are skipped: the kubelet goes in order, so they have all their ids. Their allocations may
-    lack a container's name, if the pod was not known at the grant.
-    """
+    """The first container, in the kubelet's order, that lacks a resource that it requests. Containers before the last one that holds ids
+    have all theirs, because the kubelet goes in order."""
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
     reached = max((n for n, spec in enumerate(view.containers) if spec.name in holders), default=0)
@@ -87,8 +84,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The container of a listed pod that waits for these ids. Among several pods, a container that already has ids of the other resource is
-    preferred, then the newest pod. `seen` numbers the pods in the order in which they were first listed."""
+    """The container of a listed pod that waits for these ids; preferably one that has ids of the other resource, else of the newest pod.
+    `seen` numbers the pods in the order in which they were first listed."""
     candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
         view = find_pod(pod)
@@ -113,8 +110,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which nameless allocations with any of these ids are an init container's of this pod. The kubelet passes on ids of init
-    containers only, and only while it admits their pod (devicemanager: devicesToReuse)."""
+    """The ledger in which allocations with these ids, but without a container's name, are an init container's of this pod. The kubelet
+    passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse)."""
     for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))
@@ -122,9 +119,9 @@ def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | No
 
 
 def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]:
-    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement); empty: the agent chooses. The container gets
-    exactly these or is refused, because the scheduler counts them as used. The annotation is not trusted: it only restricts the choice.
-    Raises Refusal if the GPUs do not fit the container's request, or are not on this node."""
+    """The GPUs that the scheduler named for the container; empty: the agent chooses. The container gets exactly these or is refused,
+    because the scheduler counts them as used. The annotation is not trusted: it only restricts the choice. Raises Refusal if the GPUs do
+    not fit the request, or are not on this node."""
     if caller.view is None or caller.spec is None or not caller.view.placed:
         return ()
     spec, shares = caller.spec, dict(caller.view.placed).get(caller.spec.name, ())

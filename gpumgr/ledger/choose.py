@@ -43,8 +43,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the caller can be placed. `free`: the ids that are free for it. The keys of `blocked` are the GPUs on which other pods hold
-    ids. `pinned`: the GPUs that the result must contain."""
+    """Where the caller can be placed. `free`: ids that are free for it. `blocked`: its keys are the GPUs on which other pods hold ids.
+    `pinned`: GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -52,7 +52,7 @@ class _Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """The best ids for this call; if the scheduler named GPUs, ids on them. Raises Refusal if the request is wrong or fits nowhere."""
+    """The best ids for this call, on the GPUs that the scheduler named, if any. Raises Refusal."""
     if caller.spec is not None:
         check_request(caller.spec.cores, caller.spec.memory_blocks)
     named = named_gpus(caller, ledger.gpu_registry)
@@ -60,7 +60,7 @@ def choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> 
 
 
 def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choice]) -> Choice:
-    """What `select` returns; if the scheduler `named` the GPUs, the reasons of the choice and of a Refusal say so. Raises Refusal."""
+    """What `select` returns. If the scheduler `named` the GPUs, the reasons say so. Raises Refusal."""
     if not named:
         return select()
     try:
@@ -84,7 +84,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """The caller's allocation that still has only the other resource. Without a spec it is the one that the caller `continues`."""
+    """The caller's allocation with only the other resource; without a spec the one that the caller `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -115,7 +115,7 @@ def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation 
 
 
 def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: bool) -> ChainNeeds:
-    """What must fit. `alone`: without the pod's later containers, because the scheduler has placed each of them."""
+    """`alone`: without the pod's later containers, because the scheduler has placed each of them."""
     if caller.spec is None:
         if request.resource == "core":
             blocks = 0 if own or request.size >= CORES_PER_GPU else 1
@@ -133,7 +133,7 @@ def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # Allocations without ids take amounts, but the kubelet still offers the ids. So the amounts left limit the number of ids.
+        # The kubelet also offers ids of amounts that allocations without ids hold. So the amounts left limit the number of ids.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
@@ -182,7 +182,7 @@ def _place(
 
 
 def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
-    """`size` ids, spread evenly over the first `most_gpus` of these GPUs; the others are for later containers."""
+    """`size` ids, spread evenly over `most_gpus` of these GPUs; the others are for later containers."""
     order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -199,8 +199,7 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """Ids for the memory of a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the
-    entirely free GPUs."""
+    """For a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the entirely free GPUs."""
     capacities = _capacities(node, ledger, room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)

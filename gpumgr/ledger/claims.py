@@ -39,7 +39,7 @@ class ClaimShare(msgspec.Struct, frozen=True, kw_only=True):
 
 class AllocatedClaim(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an allocated claim that concerns this node and gpumgr's driver. `pods`: name and UID of the pods that it is reserved for.
-    `enforcement`: the mechanism that the configuration of the DeviceClass names."""
+    `enforcement`: the mechanism that the DeviceClass names."""
 
     ref: ClaimRef
     pods: tuple[tuple[PodKey, str], ...]
@@ -57,8 +57,8 @@ def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
-    """The id of the allocation for these shares of one request. A loss of the ledger does not change it, because the kubelet remembers CDI
-    names that contain it. Other shares of the same claim get another id, because a CDI name may have only one content."""
+    """Permanent for these shares of a request, because the kubelet remembers CDI names that contain it. Other shares of the same claim get
+    another id, because a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 
@@ -110,8 +110,8 @@ def grant_claim(
 
 
 def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) -> None:
-    """Raises Refusal if the claim would give a container two limited allocations: the variables and files of one set of limits would
-    replace the other's. `pods`: the pods that may start with the claim."""
+    """Raises Refusal if the claim would give a container two limited allocations: the variables and files of one would replace the other's.
+    `pods`: the pods that may start with the claim."""
     limited = [a.claim for a in ledger.allocations.values() if a.claim is not None and a.mechanisms not in ((), ("none",))]
     for pod in pods:
         uses = [
@@ -132,8 +132,7 @@ def refuse_two_limits(ledger: Ledger, claim: ClaimRef, pods: Iterable[PodView]) 
 
 
 def _user(claim: str, request: str, pods: Sequence[ClaimPod]) -> tuple[ClaimPod, ClaimUse | None]:
-    """The first pod with a container that uses the request, and that use (an app container's, if there is one); else the first pod and
-    None."""
+    """The first pod with a container that uses the request, and that use (preferably an app container's); else the first pod and None."""
     for pod in pods:
         uses = [use for use in (pod[2].claims if pod[2] else ()) if use.uses(claim, request)]
         if uses:

@@ -45,8 +45,7 @@ def choose_demanded(select: Select, node: NodeView, ledger: Ledger, caller: Call
 
 
 def refuse_undemanded(node: NodeView, view: PodView | None, gpus: Collection[GpuName], ledger: Ledger | None = None) -> None:
-    """Raises Refusal if a container of the pod may not have these GPUs. With a `ledger` (the container does not have them yet) other
-    containers on them count, too."""
+    """Raises Refusal if a container of the pod may not have these GPUs. With a `ledger`, other containers on them count, too."""
     if view is None:
         return
     if view.unreadable is not None:
@@ -74,6 +73,6 @@ def _problem(node: NodeView, view: PodView, gpu: GpuName, ledger: Ledger | None)
 
 
 def _numa_nodes(node: NodeView, gpus: Iterable[GpuName], unknown: int | None = None) -> list[int]:
-    """The NUMA nodes of these GPUs, ascending, each once; `unknown` replaces one that is not known."""
+    """Ascending, each once; `unknown` replaces a node that is not known."""
     found = {shown.numa_node if shown.numa_node is not None else unknown for gpu in gpus if (shown := node.shown.get(gpu))}
     return sorted(numa for numa in found if numa is not None)

@@ -36,8 +36,8 @@ _VOLTA: Final = (7, 0)
 
 
 class GpuLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How cores and memory of new shares are limited on a GPU. `cores_by` and `memory_by` are the mechanisms ("": none). If `cores` is
-    "none" and `cores_by` is set, that mechanism does not work on this GPU or node; the same holds for memory."""
+    """How new shares are limited on a GPU. `cores_by` and `memory_by` are the mechanisms ("": none). If `cores` is "none" although
+    `cores_by` is set, that mechanism does not work on this GPU or node; the same holds for memory."""
 
     cores: Strength = "none"
     cores_by: str = ""
@@ -61,8 +61,8 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """A text that groups GPUs with equal limits, then has measurements: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured:
-    ...". `limits`: (NVML's index, limits) of each GPU."""
+    """A text that groups GPUs with equal limits: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ...". `limits`: (NVML's
+    index, limits) of each GPU."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)
@@ -85,7 +85,6 @@ def _text(strength: Strength, by: str) -> str:
 
 
 def _ranges(indices: Sequence[int]) -> Iterator[str]:
-    """Ascending numbers as ranges: 0-3, 5."""
     first = indices[0]
     for this, following in (*pairwise(indices), (indices[-1], None)):
         if following != this + 1:
@@ -94,7 +93,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container is limited, as decided at the grant: see Allocation."""
+    """As decided at the grant: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None
@@ -102,11 +101,9 @@ class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU of a share, and what the container may use of it: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`.
-
-    The kubelet asks for cores and memory in two calls, and each is 0 until its call. `burst_bytes`: how much more memory it may use now (a
-    burst, or memory that suspended containers lend). `bus_id` and `total_bytes` are None while the driver does not show the GPU.
-    """
+    """One GPU of a share: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`. The kubelet asks for them in two calls, and
+    each is 0 until its call. `burst_bytes`: how much more memory it may use now (a burst, or memory that suspended containers lend).
+    `bus_id` and `total_bytes` are None while the driver does not show the GPU."""
 
     name: GpuName
     uuid: str
@@ -131,9 +128,9 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A container that has a part of at least one GPU, with its limits; the enforcement backends know nothing else of what it requests.
+    """A container that has a part of at least one GPU, with its limits; enforcement backends know nothing else of its request.
 
-    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The names and UIDs of the pod may be missing or
+    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The pod's names and UIDs may be missing or
     guesses until the container starts, so the answer to Allocate does not depend on them.
     """
 
@@ -142,7 +139,7 @@ class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     pod: PodKey | None = None
     pod_uid: str | None = None
     container: str | None = None
-    #: The UID that the container runtime has for a static pod; None for other pods.
+    #: A static pod's UID in the container runtime; None for other pods.
     runtime_uid: str | None = None
     #: The pod's annotation `tencent.com/vcuda-core-limit`, at most 100: the percent of a GPU that it may use while other containers are
     #: idle.

@@ -108,7 +108,7 @@ def refuse_unfit(node: NodeView, fresh: Masks, resource: Resource) -> None:
 def _refuse_shape(
     node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """The new ids (`fresh`) must be a valid placement; ids of the pod's init containers need not be."""
+    """Checks the new ids (`fresh`); ids of the pod's init containers need not be a valid placement."""
     if not fresh:
         return
     whole = own.whole if own else caller.spec.cores >= CORES_PER_GPU if caller.spec else None
@@ -133,7 +133,6 @@ def _refuse_shape(
 def _refuse_parts_of_gpus(
     node: NodeView, ledger: Ledger, caller: Caller, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """Refuses a GPU unless the pod gets all its cores, and no other pod has a part of it."""
     for gpu in fresh:
         pods_own = union({gpu: masks[gpu]}, common(ledger.reusable("core", caller.pod, caller.uid), {gpu: ALL_CORES}))
         if pods_own[gpu] != ALL_CORES:
@@ -163,7 +162,8 @@ def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None)
 def _granted_gpus(
     ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
 ) -> Sequence[GpuName]:
-    """The container's GPUs, in the order of the registry. If taken-over ids lie on more GPUs than it requests, as many as it requests."""
+    """The container's GPUs, in the order of the registry. If taken-over ids lie on more GPUs than the container requests, as many as it
+    requests."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

@@ -59,7 +59,7 @@ def gpu_name(uuid: str, taken: Iterable[GpuName]) -> GpuName:
 
 
 class RegisteredInstance(msgspec.Struct, frozen=True):
-    """A MIG device that this node has offered at some time. `memory_mebibytes`: its part of the memory of its GPU instance."""
+    """A MIG device that this node has offered. `memory_mebibytes`: its part of the memory of its GPU instance."""
 
     uuid: str
     profile: str
@@ -67,8 +67,8 @@ class RegisteredInstance(msgspec.Struct, frozen=True):
 
 
 class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
-    """A GPU that this node has offered at some time. Its name, its UUID and the positions in `instances` never change; memory and replicas
-    never decrease. Ids that are gone turn Unhealthy, and vanish only with the GPU."""
+    """A GPU that this node has offered. Its name, its UUID and the positions in `instances` never change; memory and replicas never
+    decrease. Ids that are gone turn Unhealthy, and vanish only with the GPU."""
 
     name: GpuName
     uuid: str
@@ -91,7 +91,7 @@ class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
 
 class _Table(msgspec.Struct, frozen=True, dict=True):
     """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end. Large requests have
-    thousands of ids, so these are marked in one array of digits, which is converted to a number for each GPU."""
+    thousands of ids, so they are marked in one array of digits, which is converted to a number for each GPU."""
 
     positions: Mapping[str, int]
     spans: tuple[tuple[GpuName, int, int], ...]
@@ -116,7 +116,7 @@ class _Table(msgspec.Struct, frozen=True, dict=True):
 
 
 class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
-    """The GPUs that this node has offered and not forgotten, in a fixed order. Converts ids to masks and back."""
+    """The GPUs that this node has offered and not forgotten, in a fixed order."""
 
     gpus: tuple[RegisteredGpu, ...] = ()
 
@@ -171,8 +171,8 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
     def register(
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":
-        """The registry with this GPU. Memory and replicas of a known GPU never decrease, and it keeps the MIG devices that it had. The
-        driver derives a MIG device's UUID from its place, so a UUID can have another profile later."""
+        """The registry with this GPU. Memory and replicas of a known GPU never decrease, and it keeps its MIG devices. The driver derives a
+        MIG device's UUID from its place, so a UUID can have another profile later."""
         known = self.by_uuid.get(uuid)
         if known is None:
             new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))

@@ -40,7 +40,7 @@ def offered_instances(gpus: Sequence[Gpu], strategy: MigStrategy) -> Mapping[str
 
 
 def obstacle_of_single(gpus: Collection[Gpu]) -> str | None:
-    """Why the strategy single is not possible on a node with these GPUs; None if it is, or if no GPU is in MIG mode."""
+    """Why the strategy single is not possible with these GPUs; None if it is, or if no GPU is in MIG mode."""
     if not any(gpu.mig_enabled for gpu in gpus):
         return None
     if without := [f"GPU{gpu.index}" for gpu in gpus if not gpu.mig_instances]:
@@ -113,8 +113,8 @@ def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why no MIG device on this GPU can serve all requests in `follow`: the container's, and the later containers' that take over its
-    replica. `mask`: the replicas on the GPU that the container itself takes over."""
+    """Why no MIG device on this GPU can serve all of `follow`: the requests of the container, and of later containers that take over its
+    replica. `mask`: the replicas that the container itself takes over."""
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:
         return None
@@ -125,8 +125,8 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each replica in `masks`, at the scheduler's place if there is one. Otherwise an init container's device for
-    the replica is used again if it is large enough, or a new device gets the first free place. Raises Refusal."""
+    """Chooses a MIG device for each replica, at the scheduler's place if there is one. Otherwise an init container's device for the replica
+    is used again if it is large enough, or a new device gets the first free place. Raises Refusal."""
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():
@@ -155,7 +155,6 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    """The devices of the pod's init containers with these replicas that are large enough."""
     left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]
@@ -170,7 +169,7 @@ def amounts_of_devices(node: NodeView, devices: Iterable[MigDevice]) -> Mapping[
 
 
 def place_of(device: MigDevice, profiles: Sequence[MigProfile]) -> MigPlace:
-    """Raises Refusal if the GPU's profiles no longer have the device's place."""
+    """Raises Refusal if the GPU's profiles no longer have the place."""
     place = place_named(profiles, device.profile, device.start)
     if place is None:
         raise Refusal("gpu_unhealthy", f"GPU {device.gpu} can't have the MIG device {device}")

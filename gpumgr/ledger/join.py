@@ -1,10 +1,10 @@
-"""Joins the driver's sample with the ledger: every process on a GPU belongs to a container, is unattributed, or is not known yet.
+"""Joins the driver's sample with the ledger: a process on a GPU belongs to a container, is unattributed, or is unknown.
 
 Invariants:
 * A process belongs to the container that its cgroup names, not to what the process itself reports.
 * A container's process is attributed only on the GPUs that its allocation was granted; on other GPUs it is unattributed.
-* A process in a container that is not known yet is unknown. If it may belong to a container without other processes, the use of that
-  container is unknown, too.
+* A process in a container that is not known yet is unknown. If a container without other processes may own it, the container's use is
+  unknown, too.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ Owner = Allocation | Literal["none", "unknown"]
 
 
 class AllocationIndex:
-    """Finds the allocation of a container, by pod and container name or by the ResourceClaims that it uses. It is made once for a sample.
-    `pods`: where to look for the users of claims."""
+    """Finds the allocation of a container, by pod and container name or by its ResourceClaims. Made once for a sample. `pods`: where to
+    look for users of claims."""
 
     def __init__(self, allocations: Collection[Allocation], pods: Iterable[PodView] = ()) -> None:
         by_pod: defaultdict[str | PodKey, list[Allocation]] = defaultdict(list)
@@ -57,7 +57,6 @@ class AllocationIndex:
 
 
 def _by_user(allocations: Collection[Allocation], pods: Iterable[PodView]) -> Mapping[tuple[str, str], list[Allocation]]:
-    """(pod UID, container) -> the allocations of the claims that it uses."""
     claimed = defaultdict[tuple[str, str], list[Allocation]](list)
     for allocation in allocations:
         if allocation.claim is not None:
@@ -83,8 +82,8 @@ def join(
     *,
     index: AllocationIndex | None = None,
 ) -> NodeUse:
-    """The use in this sample. `owners`: pid -> its container, None = it runs in none; a missing pid is not known yet. GPUs that are not in
-    the ledger are ignored. `index`: of this ledger, if it exists already."""
+    """`owners`: pid -> its container, None = it runs in none; a missing pid is not known yet. GPUs that are not in the ledger are ignored.
+    `index`: of this ledger, if it exists already."""
     index = index or AllocationIndex(ledger.allocations.values())
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
@@ -122,7 +121,6 @@ def join(
 def _uses(
     ledger: Ledger, sample: NodeSample, attributed: Attributed, unknown: Unknown, shared: Collection[GpuName]
 ) -> dict[AllocationOnGpu, ContainerUse]:
-    """The use of every granted GPU. `shared`: GPUs that also have unattributed processes."""
     uses: dict[AllocationOnGpu, ContainerUse] = {}
     seen_on = {each.name: sample.gpus.get(each.uuid) for each in ledger.gpu_registry.gpus}
     for allocation in ledger.allocations.values():
@@ -155,13 +153,12 @@ def _uses(
 
 
 def _may_own(allocation: Allocation, container: Container | None) -> bool:
-    """Whether a process of unknown owner may belong to the allocation. `container` None: not known. Any pod's containers may use a
-    claim."""
+    """Whether a process of unknown owner may belong to the allocation. `container` None: not known."""
     return container is None or allocation.claim is not None or allocation.uid in (None, container.pod_uid)
 
 
 def _memory_bytes(processes: Iterable[GpuProcess | UnattributedProcess]) -> int | None:
-    """The sum of what the driver reports, which is too small if it reports only some processes; None if it reports none."""
+    """None if the driver reports no process's memory; too small if it reports only some."""
     memory = [p.memory_bytes for p in processes]
     reported = [each for each in memory if each is not None]
     return sum(reported) if reported or not memory else None

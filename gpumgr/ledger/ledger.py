@@ -27,8 +27,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Name of an allocation, random, or a hash of a claim's shares, so the same claim gets it again. It names host folders: no two containers
-#: have the same, and it does not reveal the pod.
+#: Random, or a hash of a claim's shares, so the same claim gets it again. Host folders have this name: no two containers have the same, and
+#: it does not reveal the pod.
 AllocationId = str
 
 
@@ -44,8 +44,8 @@ class ClaimRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
-    """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share of it (None: not a shared
-    device). `admin`: with admin access (KEP-5018); the allocation counts as nothing and is never limited."""
+    """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share (None: not a shared
+    device). `admin`: with admin access (KEP-5018); it counts as nothing and is never limited."""
 
     request: str
     share_ids: Mapping[GpuName, str | None] = msgspec.field(default_factory=dict)
@@ -135,12 +135,11 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores(self) -> int:
-        """On all of its GPUs together, in percent of one GPU."""
+        """In percent of one GPU."""
         return sum(amounts.cores for amounts in self.gpus.values())
 
     @property
     def memory_mebibytes(self) -> int:
-        """On all of its GPUs together."""
         return sum(amounts.memory_mebibytes for amounts in self.gpus.values())
 
     @property
@@ -153,7 +152,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys((*self.gpus, *(gpu for masks in self.device_ids.values() for gpu in masks))))
 
     def amounts_on(self, gpu: GpuName) -> Amounts:
-        """What the ledger counts for it on this GPU: `held_on`, or more if it was resized to more."""
+        """What the ledger counts for it on this GPU; more than `held_on` if it was resized to more."""
         held = self.held_on(gpu)
         return held.most(self.guaranteed_on(gpu)) if gpu in self.resized else held
 
@@ -192,7 +191,6 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
         return self.device_ids.get(resource, NO_IDS)
 
     def with_ids(self, gpu_registry: GpuRegistry, device_ids: Mapping[Resource, Masks], gpus: Iterable[GpuName]) -> "Allocation":
-        """The allocation with these ids, and these GPUs granted for them."""
         cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
         names, granted = tuple(gpus), dict[GpuName, Amounts]()
         for name in names:
@@ -250,8 +248,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> the sum of the amounts without core and memory ids: of allocations without such ids, and what resized containers may use
-        beyond their ids.
+        """GPU -> the sum of the amounts without core and memory ids, also what resized containers may use beyond their ids.
 
         Init containers and the other containers of a pod do not run at the same time. So the most that they hold at one time counts, in the
         order of their grants.
@@ -271,7 +268,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """The ids that are held, and the amounts without ids. It is more than the GPU has if a resized container uses what other containers
+        """What is in use: held ids, and amounts without ids. It is more than the GPU has if a resized container uses what other containers
         hold and may no longer use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
@@ -279,7 +276,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     def in_force(self, gpu: GpuName) -> Amounts:
         """What all containers together may use of this GPU. A resize to less does not count if the pod has an init container, which may run
-        again and use all that its pod holds."""
+        again and use all that the pod holds."""
         left = self.used(gpu)
         for a in self.on(gpu):
             if a.resized and not any(other.init and other.same_pod(a) for other in self.on(gpu)):
@@ -295,7 +292,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return amounts.beyond(Amounts(CORES_PER_GPU, registered.memory_mebibytes if registered else 0))
 
     def available(self, gpu: GpuName) -> Amounts:
-        """What is left on this GPU for other pods: nothing of a GPU that is granted whole."""
+        """What is left for other pods: nothing of a GPU that is granted whole."""
         if gpu in self.exclusive:
             return Amounts()
         return Amounts(CORES_PER_GPU, self.gpu_registry.by_name[gpu].memory_mebibytes).beyond(self.used(gpu))
@@ -321,7 +318,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def claims(self) -> Mapping[str, ClaimRequest]:
-        """The claims that hold GPUs, by UID. The value is one of the claim's requests."""
+        """By UID; the value is one of the claim's requests."""
         return {a.claim.uid: a.claim for a in self.allocations.values() if a.claim is not None}
 
     def of_claim(self, uid: str) -> list[Allocation]:
@@ -363,7 +360,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         )
 
     def freed_since(self, before: "Ledger") -> list[Allocation]:
-        """The allocations of `before` that have ended, without the ones with ids that moved into another allocation of `before`."""
+        """The allocations of `before` that have ended, unless their ids moved into another allocation of `before`."""
         grown = [(b, old) for k, b in self.allocations.items() if (old := before.allocations.get(k)) is not None and old is not b]
         return [
             a
@@ -444,7 +441,7 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU. An init container's is left out once another container of its pod has one."""
+    """Allocations of a part of a GPU, without an init container's once another container of its pod has one."""
     return [
         a
         for a in ledger.allocations.values()

@@ -22,20 +22,19 @@ from gpumgr.placement.devices import Gpu, MigProfile, Topology
 from gpumgr.placement.mig import has_place, most_devices
 from gpumgr.placement.select import Policy
 
-#: Why a GPU without reported memory has no shares.
 NO_MEMORY: Final = "the driver reports no memory: set nvml.unreported_memory_mebibytes for shares"
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """`rows` maps each GPU that the driver lists now to its row in `topology`. `indices` are NVML's, which differ from the rows once a GPU
-    can't be described. `shown`: the GPUs that the driver describes now. `unschedulable`: GPU -> why it accepts no new containers.
+    can't be described. `shown`: the GPUs that the driver describes now.
 
-    `visible_blocks`: the memory blocks that the kubelet must have received as Healthy by now; it allocates no others, even if
-    GetPreferredAllocation returns them. `burst_mebibytes`: memory that containers hold above their requests, which counts as used.
+    `visible_blocks`: the memory blocks that the kubelet must have received as Healthy by now; it allocates no others. `burst_mebibytes`:
+    memory that containers hold above their requests, which counts as used.
 
-    `instances`: the MIG devices that exist, work and are offered; `failed_instances`: UUID of a MIG device -> why it does not work.
-    `in_mig_mode`: GPUs that only their MIG mode makes unschedulable; they still grant MIG devices. `mig_profiles`: GPU -> the profiles of
-    the MIG devices that are created on demand.
+    `unschedulable`: GPU -> why it accepts no new containers; `in_mig_mode`: only because of MIG mode, so it still grants MIG devices.
+    `instances`: the MIG devices that exist, work and are offered; `failed_instances`: UUID -> why it does not work. `mig_profiles`: GPU ->
+    the profiles of the MIG devices that are created on demand.
     """
 
     topology: Topology
@@ -86,7 +85,7 @@ NodeDevices = tuple[GpuDevices, ...]
 
 
 def at_present(node: NodeView, ledger: Ledger) -> Ledger:
-    """The ledger with the memory that each GPU has now. It may be less than at the registration (ECC was turned on)."""
+    """The ledger with the memory that each GPU has now, which may be less than at the registration (ECC was turned on)."""
     sizes = {name: gpu.memory_mebibytes for name, gpu in node.shown.items()}
     gpus = (
         replace(gpu, memory_mebibytes=min(gpu.memory_mebibytes, sizes.get(gpu.name, gpu.memory_mebibytes)))
@@ -103,8 +102,8 @@ def node_devices(
     replicas: int = 0,
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
-    """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; if MIG
-    devices are created on it, at most as many as fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
+    """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; with MIG
+    devices on demand, at most as many as fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
     now = at_present(node, ledger)
     return tuple(
         _gpu_devices(ledger, now, node, registered, replicas, open_ids)
@@ -143,7 +142,6 @@ def _gpu_devices(
 
 
 def _healthy_replicas(ledger: Ledger, node: NodeView, gpu: GpuName, replicas: int) -> int:
-    """The held replicas and, if the GPU has room, its first `replicas` ones."""
     registered = ledger.gpu_registry.by_name[gpu]
     number = min(replicas, registered.replicas)
     held = ledger.held("replica").get(gpu, 0)
@@ -164,13 +162,13 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
 
 
 def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
-    """How many blocks of this GPU can be held as ids: what bursts and allocations without ids leave."""
+    """How many blocks of this GPU bursts and allocations without ids leave."""
     claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
     left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
     return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
 def _less(healthy: int, held: int, claimed: int) -> int:
-    """`healthy` without `claimed` of its free ids: allocations without ids hold these amounts."""
+    """`healthy` without `claimed` free ids: allocations without ids hold these amounts."""
     free = healthy & ~held
     return healthy & held | lowest(free, max(0, free.bit_count() - claimed))

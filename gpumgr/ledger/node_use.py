@@ -14,13 +14,13 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container used its turns on one GPU: the times in which the arbiter lets it run kernels. The limiter counts since the agent
-    knows the container.
+    """How a container used its turns on one GPU: the times in which the arbiter lets it run kernels. Counted since the agent knows the
+    container.
 
     `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while one of its threads waited for one.
-    `overruns`: how many turns the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its
-    processes hold, without zeros. `held_ratio`, `waited_ratio`: its part of the last ten seconds, 0..1; None: not known yet, or launches
-    need no turn.
+    `overruns`: turns that the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes
+    hold, without zeros. `held_ratio`, `waited_ratio`: its part of the last ten seconds, 0..1; None: not known yet, or launches need no
+    turn.
     """
 
     held_seconds: float
@@ -70,7 +70,7 @@ class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnattributedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that uses a GPU without an allocation of it. `container`: where it runs; None = in no container of the kubelet."""
+    """A process that uses a GPU without an allocation of it. `container` None: in no container of the kubelet."""
 
     gpu: GpuName
     uuid: str
@@ -96,16 +96,14 @@ class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     unknown: frozenset[int] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
-        """The same use, with these allocations only."""
         if all(allocation in allocations for allocation, _ in self.containers):
             return self
         return replace(self, containers={place: use for place, use in self.containers.items() if place[0] in allocations})
 
 
 class Container(msgspec.Struct, frozen=True, kw_only=True):
-    """One started container. `attempt` counts its restarts from 0. `cgroup`: the path below the root of the hierarchy that counts its
-    memory (v2: the unified one), with a leading slash; None: unknown. `pid`: the host's pid of its first process; None if it does not
-    run."""
+    """One started container. `attempt` counts its restarts from 0. `cgroup`: the path in the hierarchy that counts its memory (v2: the
+    unified one), with a leading slash; None: unknown. `pid`: the host's pid of its first process; None if it does not run."""
 
     id: str
     pod: PodKey

@@ -33,7 +33,7 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]], occupied: Collection[GpuName]) -> Quarantine:
-    """The state after a sample. `processes` has only GPUs with a readable process list."""
+    """`processes` has only GPUs with a readable process list."""
     tenants, unattributed, held = dict(state.tenants), dict(state.unattributed), dict(state.held)
     for gpu, running in processes.items():
         now = frozenset(running)

@@ -30,8 +30,7 @@ Holders = Mapping[tuple[str, str], frozenset[str]]
 
 
 class KubeletEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One container's ids of one resource in the kubelet's checkpoint. The other fields are read from the response that the kubelet has
-    stored."""
+    """One container's ids of one resource in the kubelet's checkpoint; the other fields are from the stored response."""
 
     uid: str
     container: str
@@ -106,8 +105,8 @@ def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
-    """Registers more replicas of a GPU if containers hold higher numbers than it offers: HAMi's plugin had another setting. On a GPU that
-    offers none, only replicas that gpumgr granted count, because others may be ids of another plugin."""
+    """Registers more replicas of a GPU if containers hold higher numbers, because HAMi's plugin had another setting. On a GPU that offers
+    none, only replicas that gpumgr granted count: others may be ids of another plugin."""
     entries = [entry for entry in entries if entry.resource == "replica"]
     own = {text for entry in entries if entry.granted.gpus for text in entry.device_ids}
     ids = [text for entry in entries for text in entry.device_ids]
@@ -199,8 +198,7 @@ def _with_listed(
 
 
 def _with_amounts(ledger: Ledger, holding: Allocation, view: PodView | None) -> Allocation:
-    """Adds the amounts of a container with MIG devices or replicas. The amounts of replicas are read from the stored response, else from
-    the pod; without both there are none."""
+    """The amounts of replicas are read from the stored response, else from the pod; without both there are none."""
     if holding.held("mig"):
         return replace(holding, gpus=instance_amounts(ledger.gpu_registry, holding.held("mig")))
     spec = view.container(holding.container) if view else None
@@ -219,7 +217,7 @@ def _known(ledger: Ledger, resource: Resource, masks: Masks, holding: Allocation
 
 
 def _partial(ledger: Ledger, holding: Allocation) -> Allocation | None:
-    """The ledger's allocation of this container that has the same ids of one resource, but lacks the other."""
+    """The container's allocation with the same ids of one resource, which lacks the other."""
     for a in ledger.allocations.values():
         if _may_be(a, holding) and any(
             a.held(resource) and a.held(resource) == holding.held(resource) for resource in ALL_RESOURCES
@@ -297,8 +295,8 @@ def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod. `listing` has the pod's name for the container and ids of an entry (UID, container, ids) in the kubelet's
-    checkpoint."""
+    """Pod UID -> pod, by the container and ids that an entry (UID, container, ids) of the kubelet's checkpoint and `listing` have in
+    common."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods
@@ -310,7 +308,6 @@ def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listin
 
 
 def _ids_for(ledger: Ledger, gpus: tuple[GpuName, ...], record: AnonymousRecord) -> Mapping[Resource, Masks]:
-    """The ids to reserve: for whole GPUs all their core ids, else free core and memory ids of the first GPU."""
     if record.cores >= CORES_PER_GPU:
         return {"core": dict.fromkeys(gpus, ALL_CORES)}
     gpu = gpus[0]

@@ -30,7 +30,7 @@ from gpumgr.placement.select import GpuCapacity, find
 
 
 def choose_replicas(node: NodeView, ledger: Ledger, caller: Caller, request: Request) -> Choice:
-    """GPUs for the whole container, and one replica of each; if the scheduler named GPUs, these. Raises Refusal."""
+    """Chooses GPUs for the whole container, and one replica of each. Raises Refusal."""
     ledger = at_present(node, ledger)
     wanted = check_replicas(caller, request.size)
     named = named_gpus(caller, ledger.gpu_registry)
@@ -100,8 +100,7 @@ def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuN
 
 
 def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
-    """What the container requests. Raises Refusal for an unknown caller, another number of GPUs than `size`, or a request that no node can
-    grant."""
+    """Raises Refusal for an unknown caller, another number of GPUs than `size`, or a request that no node can grant."""
     spec = caller.spec
     if spec is None or spec.replicas is None:
         raise Refusal(
@@ -182,7 +181,6 @@ def _choose(
 
 
 def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
-    """The requests of the container, and of the containers that take over its replicas."""
     found, left = [wanted], wanted.count if caller.init else 0
     for spec in caller.chain[1:]:
         if spec.replicas and left > 0:

@@ -108,7 +108,6 @@ def _more(allocation: Allocation, resized: Allocation, gpu: GpuName) -> Amounts:
 
 
 def _refuse_used(allocation: Allocation, resized: Allocation, around: Surroundings) -> Waits | None:
-    """Refuses a change that the mechanisms can't make, and a memory limit below what is in use."""
     for gpu in allocation.gpus:
         before, after = allocation.limits_on(gpu), resized.limits_on(gpu)
         changed: Mapping[Resource, bool] = {

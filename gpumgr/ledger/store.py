@@ -62,7 +62,7 @@ _Job = tuple[Callable[[], None], Future[None]] | None
 
 
 class SqliteCheckpoint:
-    """`open` creates it; call `save` and `save_note` from one event loop, and `close` at the end."""
+    """Call `save` and `save_note` from one event loop, and `close` at the end."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, loaded: Loaded) -> None:
         self._connection, self._path, self._loaded = connection, path, loaded
@@ -91,16 +91,16 @@ class SqliteCheckpoint:
         return cls(connection, path, loaded)
 
     def load(self) -> Loaded:
-        """The content at `open`."""
+        """As read at `open`."""
         return self._loaded
 
     async def save(self, change: Change) -> None:
-        """Makes the change durable. Raises CheckpointError; then the file is unchanged."""
+        """Raises CheckpointError."""
         if change:
             await self._run(lambda: tables.write_change(self._connection, change))
 
     async def save_note(self, key: str, value: str, entries: Sequence[HistoryEntry] = ()) -> None:
-        """Saves a text, and entries of the history in the same transaction. Raises CheckpointError; then the file is unchanged."""
+        """Saves a text, and entries of the history in the same transaction. Raises CheckpointError."""
 
         def write() -> None:
             tables.write_note(self._connection, key, value)
@@ -109,7 +109,7 @@ class SqliteCheckpoint:
         await self._run(write)
 
     async def close(self, timeout_seconds: float = 2.0) -> bool:
-        """Finishes the requested writes and closes the file. False: the disk was too slow, and the file is not closed yet."""
+        """Finishes the requested writes and closes the file. False: the disk was too slow, and the file is still open."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -141,7 +141,6 @@ class SqliteCheckpoint:
 
 
 def _transact(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
-    """Runs `work` as one transaction, which is durable on return."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         work()
@@ -180,8 +179,8 @@ def _open(path: Path, *, fresh: bool, notes: Mapping[str, str] = MappingProxyTyp
 
 
 def _intact_notes(path: Path, keys: Collection[str]) -> tuple[Mapping[str, str], bool]:
-    """The sound notes with these keys in a corrupt file, and whether a missing note may have been in the damaged part. Reads a copy, so
-    that the file stays unchanged. Raises nothing."""
+    """The sound notes with these keys in a corrupt file, and whether a missing one may have been in the damaged part. Reads a copy, so that
+    the file stays unchanged. Raises nothing."""
     notes: dict[str, str] = {}
     whole = True
     try:
@@ -211,8 +210,8 @@ def _sound(row: tuple[bytes | None, bytes | None, int]) -> tuple[str, str] | Non
 
 
 def read_checkpoint(folder: Path) -> Loaded:
-    """The present content of the checkpoint in `folder`; `lost` if there is no file, or no table in it. Raises CheckpointError for a file
-    that is corrupt, newer than this gpumgr, or not readable."""
+    """The present content of the checkpoint; `lost` if there is no file, or no table in it. Raises CheckpointError for a file that is
+    corrupt, newer than this gpumgr, or not readable."""
     path = folder / NAME
     try:
         path.stat()

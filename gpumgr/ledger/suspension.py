@@ -15,8 +15,8 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node_use import ContainerUse
 from gpumgr.placement.pods import PodView
 
-#: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: one of its processes
-#: can't go on; only the container's end helps.
+#: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: a process can't go on;
+#: only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 IN_PROGRESS: Final = ("suspending", "resuming")
 #: The first driver with these functions, and the first one that has them for processes on several GPUs.
@@ -56,7 +56,7 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> bool:
-        """Whether the driver's figures for its processes are valid: its memory is on the GPU and is not being moved."""
+        """Whether the driver's figures for its processes are valid."""
         return self.state in ("running", "failed")
 
     @property
@@ -72,9 +72,8 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation did. `pids`: the container's processes that use CUDA; `held`: the ones that do not run now, or have an unknown
-    state; `failed`: the ones that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it
-    changed no process."""
+    """`pids`: the container's processes that use CUDA; `held`: they do not run now, or have an unknown state; `failed`: they can't go on.
+    `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it changed no process."""
 
     pids: Collection[int] = ()
     held: Collection[int] = ()
@@ -136,7 +135,7 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
 
 
 class Activity(msgspec.Struct, frozen=True):
-    """When a container last worked. `launches`: its kernel launches in the last sample; `at`: monotonic seconds."""
+    """`launches`: its kernel launches in the last sample; `at`: monotonic seconds."""
 
     launches: int
     at: float

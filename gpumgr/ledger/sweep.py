@@ -5,8 +5,8 @@ The kubelet frees an ended pod's ids at the next admission and offers them at on
 * `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (2 if the API server has no such pod). One call proves
   nothing, because `List` is incomplete after a kubelet restart.
 
-The kubelet alone does not prove that a pod has ended: after the loss of its checkpoint it offers the ids of running pods, and lists these
-pods without ids. So the callers pass which pods have ended, as the API server or the container runtime reports it.
+After the loss of its checkpoint the kubelet offers the ids of running pods, and lists these pods without ids. So the callers pass which
+pods have ended.
 
 `List` lacks ordinary init containers: their ids are held as long as the pod is listed. Kubelets before 1.34 list an ended pod without ids
 until it is deleted: then an init container's ids are freed with the ids of the pod's other containers.
@@ -28,8 +28,8 @@ Shown = Mapping[tuple[PodKey, str], Mapping[Resource, Masks]]
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """`renamed`: allocations that had a wrong name, not the ones without a name before. `absent`: allocation -> how many times in a row it
-    was missing."""
+    """`renamed`: allocations that had a wrong name, not the ones without a name. `absent`: allocation -> how many times in a row it was
+    missing."""
 
     ledger: Ledger
     freed: tuple[Allocation, ...] = ()
@@ -87,8 +87,8 @@ def sweep(
     gone: Callable[[str], bool] = lambda _: False,
     kept: Collection[AllocationId] = (),
 ) -> Swept:
-    """Checks all allocations. `absent`: from the previous sweep. `gone`: whether the API server no longer has a pod with this UID. `kept`:
-    these stay, although `List` does not show them."""
+    """`absent`: from the previous sweep. `gone`: whether the API server no longer has a pod with this UID. `kept`: these stay, although
+    `List` does not show them."""
     earlier, before, visible = ledger, ledger.allocations, shown(ledger.gpu_registry, listing)
     freed, still_absent = list[Allocation](), dict[AllocationId, int]()
     # Init containers are last: the container that took over their ids determines their pod.
@@ -144,7 +144,7 @@ def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 
 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
-    """The ledger with names from `List` for nameless allocations, and for `latest`, which may have a guessed name."""
+    """The ledger with names from `List` for allocations without a name, and for `latest`, which may have a guessed one."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
         # Usually the entry of its own pod is sufficient, so the rest of the long list is not decoded.
@@ -181,8 +181,8 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with some of these ids is an init
-    container's of the same pod, if it was granted as one or its pod is not certain. Otherwise it is wrong, and is freed."""
+    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with these ids is an init container's of
+    the same pod, if it was granted as one or its pod is not certain. Otherwise it is wrong, and is freed."""
     before = ledger.allocations[named.id]
     for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
@@ -205,7 +205,7 @@ def _joined(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[[str], PodView | None]) -> Allocation:
-    """The allocation with the pod and container that `List` has, or with the pod's name if only its UID was known."""
+    """The allocation with the pod and container that `List` has, or the pod's name if only its UID was known."""
     owner = _owner(a, visible)
     if owner is not None:
         view = find_pod(owner[0])
@@ -223,15 +223,15 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """Whether the pod is Succeeded or Failed: it holds nothing then, even if an older kubelet still lists it. Without a UID this is not
-    known: an earlier pod may have had the name."""
+    """A pod that is Succeeded or Failed holds nothing, even if an older kubelet still lists it. Without a UID this is not known: an earlier
+    pod may have had the name."""
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
     """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so these never were the container's,
-    or belonged to an earlier pod of that name."""
+    or an earlier pod's of that name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
@@ -241,7 +241,7 @@ def _refuted(a: Allocation, visible: Shown) -> bool:
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
-    """Whether `List` shows the allocation's ids or, if `List` never shows its container, its pod."""
+    """Whether `List` shows the allocation's ids or, for an `unlisted` one, its pod."""
     if a.anonymous and a.pod is None:
         return True
     if unlisted(a) and _owner(a, visible) is None:
@@ -277,7 +277,6 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 
 
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """The pod and container for which `List` shows all ids of this allocation."""
     for owner, masks in visible.items():
         if any(a.held(resource) for resource in ALL_RESOURCES) and all(
             not minus(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES

@@ -114,7 +114,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_empty(connection: sqlite3.Connection) -> bool:
-    """The file has no table if it is new, or its creation was interrupted."""
+    """Whether the file is new, or its creation was interrupted."""
     return not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
 
 

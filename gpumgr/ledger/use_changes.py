@@ -1,8 +1,7 @@
 """What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
 
 An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-`samples` readings that are not. Each change is reported once. A sample without the allocation's memory neither counts nor interrupts. An
-allocation that is gone is dropped without a report.
+`samples` readings that are not. A sample without the allocation's memory neither counts nor interrupts.
 
 A process of no container is reported once, after EXPECTED_SECONDS, because the driver lists the processes of an ended container a moment
 longer.
@@ -38,15 +37,13 @@ class OverLimitState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverLimitChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The state after a sample, and the uses that went over their limit or back within it."""
-
     state: OverLimitState
     began: tuple[ContainerUse, ...] = ()
     ended: tuple[ContainerUse, ...] = ()
 
 
 def apply_readings(state: OverLimitState, uses: Iterable[ContainerUse], *, samples: int, slack_bytes: int) -> OverLimitChange:
-    """The state after one sample. `uses`: of all existing allocations; uses without a limit are ignored."""
+    """`uses`: of all existing allocations; uses without a limit are ignored."""
     streaks: dict[AllocationOnGpu, _Streak] = {}
     began, ended = list[ContainerUse](), list[ContainerUse]()
     for use in uses:
@@ -85,7 +82,7 @@ def update_unattributed(
     known: KnownProcesses, use: NodeUse, started: Mapping[int, int], *, now: float
 ) -> tuple[KnownProcesses, Mapping[Process, Sequence[UnattributedProcess]]]:
     """The unattributed processes after a sample, and the ones to report, by pid. `started`: pid -> start time in clock ticks since boot,
-    for the processes that run. `now`: monotonic seconds. Processes stay known while a GPU's list can't be read, or their container is
+    for the processes that run. `now`: monotonic seconds. A process stays known while its GPU's list can't be read, or its container is
     unknown."""
     here: dict[Process, list[UnattributedProcess]] = {}
     for (_, pid), found in sorted(use.unattributed.items(), key=lambda item: (item[0][1], item[0][0])):

@@ -1,4 +1,4 @@
-"""The GPUs of a node, their topology and their use, as frozen values. gpumgr.driver reads them from the driver."""
+"""The GPUs of a node, their topology and their use, as frozen values that gpumgr.driver reads from the driver."""
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -12,8 +12,8 @@ from gpumgr.common.units import BLOCK_MEBIBYTES
 
 
 class Level(IntEnum):
-    """How close two GPUs are on PCIe, by the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level INTERNAL). A
-    level's value is the pair's score without NVLinks."""
+    """How close two GPUs are on PCIe, by the names of `nvidia-smi topo -m`. PSB: both GPUs are on one board (NVML's level INTERNAL). The
+    value is the pair's score without NVLinks."""
 
     SYS = 10
     NODE = 20
@@ -22,21 +22,19 @@ class Level(IntEnum):
     PIX = 50
     PSB = 60
 
-    # Enum's own hash is a Python function. A topology is a cache key, and its hash needs the hashes of hundreds of levels.
+    # Enum's own hash is a Python function, too slow for a topology as a cache key.
     __hash__ = int.__hash__
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of two GPUs. `nvlinks` counts direct NVLinks; with NVSwitch, it is the lower of the two GPUs' numbers of links to
-    switches."""
+    """`nvlinks` counts direct NVLinks; with NVSwitch, the lower of the two GPUs' numbers of links to switches."""
 
     level: Level
     nvlinks: int = 0
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The links between n GPUs with the indices 0..n-1. `levels` and `nvlinks` are symmetric n x n matrices; their diagonals (PSB, 0) have
-    no meaning."""
+    """The links between n GPUs: symmetric n x n matrices; their diagonals (PSB, 0) have no meaning."""
 
     levels: tuple[tuple[Level, ...], ...]
     nvlinks: tuple[tuple[int, ...], ...]
@@ -81,9 +79,9 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One physical GPU as NVML describes it; None = not reported.
 
-    NVML's `index` may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: the GPU's parents on PCIe, the root complex
-    first. `mig_profiles`: the MIG devices that it could have, even while its MIG mode is off. A GPU without `memory_bytes` (GB10 uses the
-    host's memory) is not shared.
+    `index` may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: the GPU's parents on PCIe, the root complex first.
+    `mig_profiles`: the MIG devices that it could have, even while its MIG mode is off. A GPU without `memory_bytes` (GB10 uses the host's
+    memory) is not shared.
     """
 
     index: int
@@ -109,7 +107,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that NVML lists but can't describe. `uuid` None: not known."""
+    """A GPU that NVML lists but can't describe."""
 
     index: int
     uuid: str | None
@@ -121,8 +119,8 @@ class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All GPUs of the node at one instant. `gpus` are sorted by index; row i of `topology` belongs to `gpus[i]`. `pci_gpus`: the PCI
-    addresses of the node's GPUs in sysfs, including GPUs that NVML does not list."""
+    """All GPUs of the node at one instant, sorted by index; row i of `topology` belongs to `gpus[i]`. `pci_gpus`: the PCI addresses of the
+    node's GPUs in sysfs, including GPUs that NVML does not list."""
 
     gpus: tuple[Gpu, ...]
     topology: Topology
@@ -139,7 +137,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """A sentence about the GPUs that NVML does not list; None if it lists all. It has their PCI addresses if these are certain."""
+        """Names the GPUs that NVML does not list, by PCI address if that is certain; None if it lists all."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}
@@ -150,8 +148,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process with a context on a GPU. `pid` is the pid on the host. `utilization_ratio`: the share of the last period in which its
-    kernels ran, 0..1. None: not reported, or not sampled."""
+    """A process with a context on a GPU; `pid` is the host's. `utilization_ratio`: the share of the last period in which its kernels ran,
+    0..1. None: not reported, or not sampled."""
 
     pid: int
     memory_bytes: int | None
@@ -159,15 +157,14 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPU memory of all processes of one cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail (None: no
-    limit)."""
+    """For all processes of a cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail (None: no limit)."""
 
     soft_bytes: int = 0
     hard_bytes: int | None = None
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The current use of one GPU. Ratios are 0..1; None: not reported. `processes` None: the list is not readable."""
+    """Ratios are 0..1; None: not reported. `processes` None: the list is not readable."""
 
     uuid: str
     memory_used_bytes: int | None = None
@@ -203,5 +200,4 @@ def score_matrix(topology: Topology) -> Scores:
 
 
 def set_score(scores: Scores, gpus: Sequence[int]) -> int:
-    """The sum of the scores of all pairs of the set."""
     return sum(scores[a][b] for a, b in combinations(gpus, 2))

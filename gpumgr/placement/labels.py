@@ -38,8 +38,8 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """Label -> value. `describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take
-    precedence. But the value of MODEL is always the GPU's model; without a GPU the label is left out."""
+    """`describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take precedence. But the
+    value of MODEL is always the GPU's model; without a GPU the label is left out."""
     models = Counter(gpu.model for gpu in snapshot.gpus)
     # max() takes the first of equals, which has the lowest index.
     gpu = max(snapshot.gpus, key=lambda each: models[each.model], default=None)
@@ -50,7 +50,7 @@ def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str]
 
 
 def model_label(model: str | None) -> str:
-    """The second word of a model with at least three words, as in gpu-manager ("Tesla M40 24GB" gives M40); otherwise the whole model."""
+    """As gpu-manager: the second word of at least three ("Tesla M40 24GB" gives M40), otherwise the whole model."""
     words = (model or "").split()
     return clean(words[1]) if len(words) > 2 else clean(model or "")
 
@@ -62,13 +62,13 @@ def clean(text: str) -> str:
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """(major, minor) of a model in the table. None for other models, such as "RTX 6000": several models have that name."""
+    """(major, minor); None for models that the table lacks, such as "RTX 6000": several models have that name."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:
-    """gpu-feature-discovery's name for GPUs of this compute capability, such as ampere; None: it is not in the table."""
+    """gpu-feature-discovery's name, such as ampere."""
     return _OWN_NAMES.get(capability) or _FAMILIES.get(capability[0])
 
 

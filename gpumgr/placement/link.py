@@ -5,8 +5,7 @@ into sets of k (one may be shorter), so that these stay good for the next pod. T
 smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
 
 The search is exact on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly any symmetry it exceeds STEP_LIMIT. Then
-a set is grown from each GPU: the GPU that adds most to the score is added next. The remaining GPUs are split in the same manner. The result
-is good, but not proven to be the best.
+a set is grown from each GPU: the GPU that adds most to the score is added next. The result is good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
 * GPUs with the same scores to all others form a class, so it matters only *how many* GPUs of each class a set has. A two-socket NVSwitch
@@ -15,9 +14,8 @@ Two ideas make the search fast enough for plain Python:
   never negative, and the least sum of losses is the highest sum of scores. Candidates are sorted by loss, so the search stops at the first
   candidate that alone is worse than the best answer.
 
-Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits. The search runs on
-the event loop, so its length is bounded. The bound is a number of steps and not a time, so that a request has the same answer on every
-machine.
+Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits. The search blocks
+the event loop, so its length is bounded, by steps and not by time: a request has the same answer on every machine.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -41,7 +39,7 @@ class TooManySets(Exception):
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
-    """Classes of GPUs, ascending. GPUs of a class have the same kind and the same scores to all other `gpus`."""
+    """The GPUs of a class, ascending, have the same kind and the same scores to all other `gpus`."""
     classes: list[list[int]] = []
     for gpu in gpus:
         for members in classes:
@@ -59,11 +57,8 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 
 
 class PartitionSearch:
-    """One search over the free GPUs of a node for sets of `k`; T contains all GPUs in `required`.
-
-    GPUs of different `kind` are never exchanged, even if they have the same scores. A set takes the lowest indices of each class, which win
-    the last tie.
-    """
+    """One search over the free GPUs of a node for sets of `k`; T contains `required`. GPUs of different `kind` are never exchanged, even if
+    they have the same scores. A set takes the lowest indices of each class, which win the last tie."""
 
     def __init__(
         self, scores: Scores, free: Sequence[int], k: int, required: Sequence[int], kind: Mapping[int, Hashable]
@@ -165,7 +160,7 @@ class PartitionSearch:
         return sorted(found)
 
     def _number_of_sets(self, size: int) -> int:
-        """The number of sets of `size` GPUs; only the counts of the classes distinguish sets."""
+        """Only the counts of the classes distinguish sets."""
         numbers = [1] + [0] * size
         for members in self._classes:
             numbers = [sum(numbers[max(0, total - len(members)) : total + 1]) for total in range(size + 1)]
@@ -216,10 +211,8 @@ class PartitionSearch:
 def choose_set(
     topology: Topology, free: tuple[int, ...], k: int, required: tuple[int, ...], blocks: tuple[int, ...], blocks_needed: int
 ) -> tuple[int, ...] | None:
-    """The set that the link rule chooses, ascending; None if no set of k contains `required` and has `blocks_needed`.
-
-    `free`: the entirely free GPUs, ascending; `blocks`: their free memory blocks; `required`: some of `free`, ascending.
-    """
+    """The set that the link rule chooses, ascending; None if no set of k contains `required` and has `blocks_needed`. `free`: the entirely
+    free GPUs, ascending; `blocks`: their free memory blocks; `required`: some of `free`, ascending."""
     room = dict(zip(free, blocks, strict=True))
     if not has_room(room, k, required, blocks_needed):
         return None
@@ -252,7 +245,6 @@ def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_
 
 
 def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
-    """GPU -> its kind: its smallest group, and its free memory if that matters."""
     home = {
         child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
     }
@@ -282,7 +274,7 @@ def _without(free: Sequence[int], taken: Collection[int]) -> list[int]:
 
 
 def _grow(scores: Scores, rest: list[int], k: int, chosen: list[int]) -> int:
-    """Moves GPUs from `rest` to `chosen` until `chosen` has k. Each is the GPU that adds most to the score, on a tie the lowest index.
+    """Moves GPUs from `rest` to `chosen` until `chosen` has k: always the GPU that adds most to the score, on a tie the lowest index.
     Returns how much they add."""
     gains: Sequence[int] = scores[chosen[0]]
     for gpu in chosen[1:]:

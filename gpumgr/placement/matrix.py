@@ -106,7 +106,6 @@ def _read_header(number: int, line: str) -> _Header:
 
 
 def _gpu_lines(header: _Header, lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The lines of the GPU rows, in the columns' order."""
     filled = [(number, line) for number, line in lines if line]
     count = len(header.gpus)
     for gpu, (number, line) in zip(header.gpus, filled, strict=False):
@@ -136,7 +135,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # If a value is missing, the columns of the others are not known: some containers have no CPU affinity.
+    # If a value is missing (some containers have no CPU affinity), the columns of the others are not known.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,
@@ -153,7 +152,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """The words of `text`; a word that consists of several matches of `pattern` is split."""
+    """A word that consists of several matches of `pattern` is split into them."""
     words: list[str] = []
     for word in text.split():
         parts = pattern.findall(word)

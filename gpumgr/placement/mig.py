@@ -37,7 +37,7 @@ def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
 
 
 def find_place(profiles: Sequence[MigProfile], taken: int, *requests: ReplicaRequest) -> MigPlace | None:
-    """The best free place of the smallest profile that satisfies all requests; None: there is none. `taken`: memory slices as bits."""
+    """The best free place of the smallest profile that satisfies all requests. `taken`: memory slices as bits."""
     return next((places[0] for profile in _fitting(profiles, *requests) if (places := _places(profile, taken))), None)
 
 
@@ -48,8 +48,8 @@ def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaR
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
-    """The place with this memory and these memory slices; None: there is none. Among several profiles the nearest compute decides, because
-    schedulers round it differently."""
+    """The place with this memory and these memory slices. Among several profiles the nearest compute decides, because schedulers round it
+    differently."""
     wanted = amounts.memory_mebibytes, amounts.slices
     places = (place for profile in profiles for place in _places(profile, 0))
     found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
@@ -57,18 +57,16 @@ def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | Non
 
 
 def place_named(profiles: Sequence[MigProfile], name: str, start: int) -> MigPlace | None:
-    """The place of this profile that begins at memory slice `start`; None: there is none."""
+    """`start`: the first memory slice."""
     named = (place for profile in profiles if profile.name == name for place in _places(profile, 0))
     return next((place for place in named if place.start == start), None)
 
 
 def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
-    """Whether a MIG device of any profile can be created."""
     return any(_places(profile, taken) for profile in profiles)
 
 
 def without_places(profile: MigProfile, taken: int) -> MigProfile:
-    """The profile without the places that touch the `taken` memory slices."""
     return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
 
 

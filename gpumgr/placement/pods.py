@@ -10,7 +10,7 @@ import msgspec
 from gpumgr.common.units import ALL_RESOURCES, CORES_PER_GPU, Amounts, Resource
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest
 
-#: (namespace, name). Names recur (StatefulSets); only the UID distinguishes two pods with one name, one after the other.
+#: (namespace, name). Names recur (StatefulSets); only the UID distinguishes two pods with one name.
 PodKey = tuple[str, str]
 
 #: UUID of a GPU, and what a container gets of it.
@@ -25,7 +25,7 @@ _FILE_HASH: Final = re.compile("[0-9a-f]{32}")
 
 
 def is_static_uid(uid: str) -> bool:
-    """Whether this is the UID of a static pod, which is the hash of the pod's file. Its mirror pod at the API server has another UID."""
+    """Static pods have the hash of their file as UID. The mirror pod at the API server has another UID."""
     return _FILE_HASH.fullmatch(uid) is not None
 
 
@@ -63,7 +63,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A container's use of a ResourceClaim of its namespace. `request`: the main request that the container names; None: all requests."""
+    """A container's use of a ResourceClaim. `request`: the main request that the container names; None: all requests."""
 
     container: str
     claim: str

@@ -30,8 +30,8 @@ class ContainerNeeds(Protocol):
 
 
 class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be free on the GPUs of a chain's first container. `cores` and `memory_blocks` count all ids of the chain; `most_cores` is
-    the largest request of one container."""
+    """What must be free on the GPUs of a chain. `cores` and `memory_blocks` count all its ids; `most_cores` is the largest request of one
+    container."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -128,11 +128,11 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
-        """The request with these factors; None: with its own."""
+        """None: with the request's own factors."""
         return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
 
     def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
-        """What the request takes of a GPU with `gpu_mebibytes`."""
+        """What the request takes of a GPU."""
         limit = self.limit(gpu_mebibytes, uuid)
         if limit.whole:
             return limit
@@ -168,9 +168,8 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     A text in `use_models` or `avoid_models` matches each model that contains it, without regard to case. As in HAMi, "NVIDIA-" is put
     before a model that does not begin with "NVIDIA". UUIDs are exact. Empty `use_models` or `use_uuids`: any. `same_numa_node` concerns
-    each container with several GPUs. `unused`: only GPUs without containers. `modes`: some of MODES; None: any.
-
-    A GPU without a known model or UUID satisfies no constraint on it.
+    each container with several GPUs. `unused`: only GPUs without containers. `modes`: some of MODES; None: any. A GPU without a known model
+    or UUID satisfies no constraint on it.
     """
 
     use_models: tuple[str, ...] = ()
@@ -183,12 +182,12 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_single_gpus(self) -> bool:
-        """Whether there is a constraint on the model, UUID or mode of a GPU."""
+        """Whether the model, UUID or mode of a GPU matters."""
         return bool(self.use_models or self.avoid_models or self.use_uuids or self.avoid_uuids or self.modes is not None)
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """All UUIDs in the constraints. Because of them, nodes with equal GPUs can differ."""
+        """Because of them, nodes with equal GPUs can differ."""
         return self.use_uuids + self.avoid_uuids
 
     @property
@@ -209,8 +208,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
         return f" {text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + '...'}" if text else ""
 
     def allows(self, uuid: str, model: str, *, mig: bool = False) -> bool:
-        """Whether a GPU satisfies the constraints on modes, models and UUIDs. `uuid` and `model` are empty if not known. `mig`: containers
-        get MIG devices of the GPU."""
+        """Checks modes, models and UUIDs. `uuid` and `model` are empty if not known. `mig`: containers get MIG devices of the GPU."""
         if self.modes is not None and MODES[mig] not in self.modes:
             return False
         if self.use_models or self.avoid_models:

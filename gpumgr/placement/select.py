@@ -3,8 +3,8 @@
 An evaluator chooses GPUs. share (1 to 99 cores): a part of one GPU. fragment (100): one whole GPU of the group that is nearly used up. link
 (200, 300, ...): several whole GPUs with the best connection. Each breaks every tie, so the agent and the scheduler choose the same.
 
-share has two policies. binpack takes the GPU with the fewest free cores, then the fewest free memory blocks, then the lowest index. spread
-takes the most free cores, then the most free blocks, then the lowest index.
+share has two policies: binpack takes the GPU with the fewest free cores, spread the one with the most. Ties are decided by the free memory
+blocks, then by the lowest index.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,9 +27,8 @@ _LISTED_GPUS: Final = 16
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's free capacity for one request. `index` is its row in the Topology. `entirely_free`: all its cores and all its blocks are
-    free. A GPU with `healthy` False can't be chosen; `note` has the reason ("XID 79", "MIG enabled"). `label`: its name in refusals,
-    GPU<index> by default."""
+    """One GPU's free capacity for one request. `index` is its row in the Topology. `entirely_free`: all its cores and blocks are free. A
+    GPU with `healthy` False can't be chosen; `note` has the reason ("XID 79"). `label`: its name in refusals, GPU<index> by default."""
 
     index: int
     cores_free: int
@@ -194,7 +193,6 @@ def _fits(gpu: GpuCapacity, cores: int, memory_blocks: int) -> bool:
 
 
 def _would_fit(gpus: Sequence[GpuCapacity], cores: int, memory_blocks: int, required: frozenset[int]) -> bool:
-    """Whether the request would fit if all GPUs were healthy."""
     if cores < CORES_PER_GPU:
         return any(required <= {gpu.index} and _fits(gpu, cores, memory_blocks) for gpu in gpus)
     room = {gpu.index: gpu.memory_blocks_free for gpu in gpus if gpu.entirely_free}

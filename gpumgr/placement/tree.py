@@ -104,7 +104,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """The nodes in families: pairs of GPUs at `level` or closer connect the nodes of a family."""
+    """Pairs of GPUs at `level` or closer connect the nodes of a family."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
@@ -139,27 +139,24 @@ def _union(nodes: list[Group | int]) -> int:
 
 
 def _fewest_first(mask: int) -> tuple[int, int]:
-    """Sort key: fewest GPUs first, then the lowest index."""
     return mask.bit_count(), mask & -mask
 
 
 def render_tree(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> str:
-    """The tree with one line for each node, `NAME:free GPUs:access cost` (0 for a group); children are under their group.
-
-    `free`: mask of entirely free GPUs, None = all; `labels`: the GPUs' names, None = GPU<row>.
-    """
+    """One line for each node, `NAME:free GPUs:access cost` (0 for a group); children are under their group. `free`: mask of entirely free
+    GPUs, None = all; `labels`: the GPUs' names, None = GPU<row>."""
     return "\n".join(_lines(tree_data(topology, free, labels), 0))
 
 
 def tree_data(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """The same tree as nested dictionaries: name, gpus, free, cost, children."""
+    """The tree as nested dictionaries: name, gpus, free, cost, children."""
     root = build_tree(topology)
     names = [f"GPU{row}" for row in range(len(topology))] if labels is None else labels
     return _node_data(root, root.mask if free is None else free, access_costs(root), names)
 
 
 def matrix_cells(topology: Topology) -> list[list[str]]:
-    """The matrix as rows of cells: X, the level, or NVn+level for n NVLinks."""
+    """Rows of cells: X, the level, or NVn+level for n NVLinks."""
     n = len(topology)
     return [["X" if a == b else cell_text(topology.link(a, b)) for b in range(n)] for a in range(n)]
 
