@@ -16,11 +16,18 @@ import msgspec
 
 from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, FiniteRange
-from gpumgr.cluster.simulation import inflate, replay
-from gpumgr.cluster.simulation.inflate import ALLOCATED_AT, FRAGMENTED_AT, KINDS
+from gpumgr.cluster.simulation.methods import (
+    ALLOCATED_AT,
+    FRAGMENTED_AT,
+    KINDS,
+    InflateResult,
+    ReplayResult,
+    Task,
+    inflate,
+    replay,
+)
 from gpumgr.cluster.simulation.model import NodeSpec, Pod
 from gpumgr.cluster.simulation.policies import POLICIES
-from gpumgr.cluster.simulation.replay import ReplayResult
 from gpumgr.cluster.simulation.tables import read_nodes, read_pods, short
 from gpumgr.common.errors import InputError
 from gpumgr.common.units import count_text
@@ -51,8 +58,8 @@ SOURCE: Final = (
     click.Option(["--kubeconfig"], type=_ANY_FILE, help="With --from-cluster.  [default: $KUBECONFIG, ~/.kube/config]"),
     click.Option(["--snapshot"], type=_ANY_FILE, help="The file to read, or with --from-cluster to write."),
 )
-_Result = inflate.Result | ReplayResult
-_METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate.run, "replay": replay.run}
+_Result = InflateResult | ReplayResult
+_METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate, "replay": replay}
 _Trace = tuple[list[NodeSpec], list[Pod]]
 #: Method, policy, CPU beside one GPU (in thousandths, see --cpus-per-gpu), and seed of one simulation.
 _Task = tuple[str, str, int, int]
@@ -183,7 +190,7 @@ def _receive(trace: _Trace) -> None:
 
 def _simulate(task: _Task) -> _Result:
     method, policy, cpu_milli, seed = task
-    return _METHODS[method](*_received[0], policy, seed, random=random.Random, cpu_per_gpu_milli=cpu_milli)
+    return _METHODS[method](*_received[0], Task(policy, seed, random.Random, cpu_milli))
 
 
 # -- output --------------------------------------------------------------------------------------------------------------------

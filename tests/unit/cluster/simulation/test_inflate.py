@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from gpumgr.cluster.simulation import inflate
-from gpumgr.cluster.simulation.inflate import inflated, run
+from gpumgr.cluster.simulation import methods
+from gpumgr.cluster.simulation.methods import Task, inflate, inflated
 from gpumgr.cluster.simulation.model import NodeSpec, Pod, Shape
 from gpumgr.cluster.simulation.policies import POLICIES
 from gpumgr.common.errors import InputError
@@ -24,7 +24,7 @@ def test_pods_are_added_or_left_out_until_the_demand_is_reached(count: int) -> N
 def test_a_demand_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="requests a GPU"):
         inflated([NONE], 10_000, random.Random(1))
-    monkeypatch.setattr(inflate, "MAX_PODS", 5)
+    monkeypatch.setattr(methods, "MAX_PODS", 5)
     with pytest.raises(InputError, match="more than 5 pods are needed"):
         inflated([WHOLE], 10_000, random.Random(1))
 
@@ -33,7 +33,7 @@ def test_measures_by_hand() -> None:
     """Ten GPUs, and CPU for eight. Each pod takes one; the pods from the ninth to the thirteenth fail."""
     nodes = [NodeSpec(name="a", gpus=8, cpu_milli=8, ram_mebibytes=0), NodeSpec(name="b", gpus=2, cpu_milli=0, ram_mebibytes=0)]
     for policy in POLICIES:
-        found = run(nodes, [WHOLE], policy, 7, random=random.Random)
+        found = inflate(nodes, [WHOLE], Task(policy, 7, random.Random))
         assert found.allocated_percent == {100: 80, 130: 80}
         # Free are 5 of 10 with 2 on b, then 2 with 2 on b.
         assert found.fragmentation_percent == {50: 40, 80: 100, 90: 100}
@@ -47,4 +47,6 @@ def test_the_order_of_equal_nodes_does_not_matter() -> None:
         Pod(name=str(n), shape=Shape(gpus=1, gpu_milli=milli, cpu_milli=2)) for n, milli in enumerate((300, 500, 800, 1000) * 3)
     ]
     for policy in POLICIES:
-        assert run(nodes, trace, policy, 3, random=random.Random) == run(nodes[::-1], trace, policy, 3, random=random.Random)
+        assert inflate(nodes, trace, Task(policy, 3, random.Random)) == inflate(
+            nodes[::-1], trace, Task(policy, 3, random.Random)
+        )

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation
+from gpumgr.cluster.simulation.methods import Event, Task, events, percentiles, replay
 from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Pod, Shape
 from gpumgr.cluster.simulation.policies import POLICIES, make_policy
-from gpumgr.cluster.simulation.replay import Event, events, percentiles, run
 from gpumgr.common.errors import InputError
 
 NODE = NodeSpec(name="a", gpus=2, cpu_milli=10_000, ram_mebibytes=100, memory_blocks=10)
@@ -65,7 +65,7 @@ def test_starts(policy: str, pods: list[Pod], expected: dict[str, float]) -> Non
 def test_measures_by_hand() -> None:
     """GPUs: 1 of 2 until 4, then 2 until 6 (b waited for 2 s there), then 2 until 8. The pod that asks for three GPUs waits to the end."""
     pods = [pod("a", 1, 0, 6), pod("x", 3, 2, 1), pod("b", 2, 4, 4), pod("c", 1, 4, 2)]
-    found = run([NODE], pods, "best-fit", 1, random=random.Random)
+    found = replay([NODE], pods, Task("best-fit", 1, random.Random))
     # From 0 to the last start at 6: no pod waits for 2 s, one for 2 s, two for 2 s.
     assert found.allocated_percent == {"mean": round((4 * 50 + 2 * 100) / 6, 4), "max": 100}
     assert found.queue_length == {"mean": 1, "max": 2}
@@ -74,12 +74,12 @@ def test_measures_by_hand() -> None:
 
 
 def test_all_at_once_and_nothing_placed() -> None:
-    found = run([NODE], [pod("x", 3, 7, 1)], "random", 1, random=random.Random)
+    found = replay([NODE], [pod("x", 3, 7, 1)], Task("random", 1, random.Random))
     assert found.allocated_percent == {"mean": 0, "max": 0}
     assert found.queue_length == {"mean": 1, "max": 1}
     assert found.waiting_seconds == {"mean": 0, "p50": 0, "p99": 0}
     with pytest.raises(InputError, match="add the columns arrival_seconds and duration_seconds"):
-        run([NODE], [pod("x", 1, 0, None)], "random", 1, random=random.Random)
+        replay([NODE], [pod("x", 1, 0, None)], Task("random", 1, random.Random))
     assert percentiles([5]) == (5, 5)
 
 
@@ -91,8 +91,8 @@ def test_the_order_of_equal_nodes_does_not_matter() -> None:
         for number in range(60)
     ]
     for policy in POLICIES:
-        forwards = run(nodes, trace, policy, 3, random=random.Random)
-        assert forwards == run(nodes[::-1], trace, policy, 3, random=random.Random)
+        forwards = replay(nodes, trace, Task(policy, 3, random.Random))
+        assert forwards == replay(nodes[::-1], trace, Task(policy, 3, random.Random))
         assert forwards.queue_length["max"] > 0
 
 

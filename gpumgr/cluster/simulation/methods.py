@@ -1,7 +1,12 @@
-"""The method replay: pods arrive and end at given times, and wait in a queue while they fit nowhere.
+"""The two methods of a simulation: which pods arrive and end when, and what is measured.
 
-At one instant pods end first, then pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod
-that does not fit does not hold up the pods behind it, and no pod is evicted for another one. A pod runs for its duration from its start.
+inflate is the test of FGD (USENIX ATC '23). Pods arrive in random order until they have requested 130 % of the GPUs. The trace's pods are
+shuffled. If they request less, pods drawn with replacement are added; if more, the last pods are left out. No pod ends, and none is tried
+twice.
+
+replay: pods arrive and end at given times, and wait in a queue while they fit nowhere. At one instant pods end first, then pods arrive,
+then the queue is tried in the order of priority, arrival and row of the trace. A pod that does not fit does not hold up the pods behind it,
+and no pod is evicted for another one. A pod runs for its duration from its start.
 """
 
 from collections import Counter
@@ -9,15 +14,107 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice, pairwise
 from statistics import fmean, quantiles
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
-from gpumgr.cluster.simulation.inflate import by_kind
 from gpumgr.cluster.simulation.model import Change, Cluster, NodeSpec, Placement, Pod, Random, Shape
 from gpumgr.cluster.simulation.policies import Find, make_policy
 from gpumgr.common.errors import InputError
+
+DEMAND_PERCENT: Final = 130
+#: Percentages of arrived demand (the GPUs that the pods so far have requested, in percent of all GPUs) at which grants (ALLOCATED_AT) and
+#: fragmentation (FRAGMENTED_AT) are measured.
+ALLOCATED_AT: Final = (100, 130)
+FRAGMENTED_AT: Final = (50, 80, 90)
+#: Kinds of pods that every result has; further kinds are named by their number of GPUs.
+KINDS: Final = ("none", "share", "1", "2", "4", "8")
+MAX_PODS: Final = 1_000_000
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
+    cpus_per_gpu, in thousandths."""
+
+    policy: str
+    seed: int
+    random: Callable[[int], Random]
+    cpu_per_gpu_milli: int = 8000
+
+
+class InflateResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of free
+    GPU-milli that is fragmented."""
+
+    policy: str
+    seed: int
+    allocated_percent: dict[int, float]
+    fragmentation_percent: dict[int, float]
+    failed_pods: dict[str, int]
+    idle_gpus: int
+
+
+# -- inflate ----------------------------------------------------------------------------------------------------------------
+
+
+def inflated(pods: Sequence[Pod], capacity_milli: int, random: Random) -> list[Pod]:
+    """The pods in the order of arrival. Raises InputError if no pod requests a GPU, or too many pods would be needed."""
+    if not any(pod.shape.gpus for pod in pods):
+        raise InputError("no pod of the trace requests a GPU, so the method inflate has nothing to measure")
+    target = capacity_milli * DEMAND_PERCENT // 100
+    made = list(pods)
+    random.shuffle(made)
+    demand = sum(pod.shape.total_milli for pod in made)
+    while demand < target:
+        if len(made) >= MAX_PODS:
+            raise InputError(f"more than {MAX_PODS:,} pods are needed to ask for {DEMAND_PERCENT} % of the GPUs; use fewer nodes")
+        made.append(random.choice(pods))
+        demand += made[-1].shape.total_milli
+    while demand - made[-1].shape.total_milli >= target:
+        demand -= made.pop().shape.total_milli
+    return made
+
+
+def inflate(nodes: Sequence[NodeSpec], pods: Sequence[Pod], task: Task) -> InflateResult:
+    cluster = Cluster(nodes)
+    fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
+    arriving = inflated(pods, cluster.capacity_milli, task.random(task.seed))
+    find = make_policy(task.policy, cluster, task.cpu_per_gpu_milli, fragmentation, task.random(task.seed))
+    measured: dict[int, tuple[float, float]] = {}
+    left, demand = sorted({*ALLOCATED_AT, *FRAGMENTED_AT}, reverse=True), 0
+    failed: Counter[str] = Counter()
+    for number, pod in enumerate(arriving):
+        where = find(pod.shape)
+        if where is None:
+            failed[pod.shape.kind] += 1
+        else:
+            cluster.change(Change(number, pod.shape, where, -1))
+        demand += pod.shape.total_milli
+        while left and demand * 100 >= left[-1] * cluster.capacity_milli:
+            measured[left.pop()] = _measured(cluster, fragmentation)
+    return InflateResult(
+        policy=task.policy,
+        seed=task.seed,
+        allocated_percent={mark: measured[mark][0] for mark in ALLOCATED_AT},
+        fragmentation_percent={mark: measured[mark][1] for mark in FRAGMENTED_AT},
+        failed_pods=by_kind(failed),
+        idle_gpus=sum(len(node.idle_gpus()) for node in cluster.nodes),
+    )
+
+
+def by_kind(pods: Counter[str]) -> dict[str, int]:
+    return {kind: pods[kind] for kind in (*KINDS, *sorted(pods.keys() - set(KINDS), key=int))}
+
+
+def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, float]:
+    """The granted and the fragmented percentage now, as in InflateResult."""
+    capacity, free = cluster.capacity_milli, sum(node.free_milli for node in cluster.nodes)
+    fragmented = 100 * sum(map(fragmentation.of, cluster.nodes)) / free if free else 0.0
+    return round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------------
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -80,16 +177,8 @@ def events(cluster: Cluster, find: Find, pods: Sequence[Pod]) -> Iterator[Event]
             yield Event(now, "started", number, found)
 
 
-def run(
-    nodes: Sequence[NodeSpec],
-    pods: Sequence[Pod],
-    policy: str,
-    seed: int,
-    *,
-    random: Callable[[int], Random],
-    cpu_per_gpu_milli: int = 8000,
-) -> ReplayResult:
-    """Runs one policy with one seed. The other arguments are those of `inflate.run`. Raises InputError if the trace has no times."""
+def replay(nodes: Sequence[NodeSpec], pods: Sequence[Pod], task: Task) -> ReplayResult:
+    """Raises InputError if the trace has no times."""
     if not any(pod.arrival_seconds or pod.duration_seconds for pod in pods):
         raise InputError(
             "no pod has an arrival or a duration, so the method replay has nothing to measure; "
@@ -97,7 +186,7 @@ def run(
         )
     cluster = Cluster(nodes)
     fragmentation = Fragmentation(typical_shapes(pod.shape for pod in pods))
-    find = make_policy(policy, cluster, cpu_per_gpu_milli, fragmentation, random(seed))
+    find = make_policy(task.policy, cluster, task.cpu_per_gpu_milli, fragmentation, task.random(task.seed))
     #: Second -> (GPU-milli that are allocated, pods that wait) from then on.
     levels: dict[float, tuple[int, int]] = {}
     milli = length = last = 0
@@ -119,8 +208,8 @@ def run(
     allocated, queue = zip(*islice(levels.values(), last), strict=True)
     spans = [after - before for before, after in pairwise(islice(levels, last))]
     return ReplayResult(
-        policy=policy,
-        seed=seed,
+        policy=task.policy,
+        seed=task.seed,
         allocated_percent=_mean_and_max([100 * each / cluster.capacity_milli for each in allocated], spans),
         queue_length=_mean_and_max(queue, spans),
         waiting_seconds={"mean": round(fmean(started.values() or [0]), 3), "p50": round(p50, 3), "p99": round(p99, 3)},
