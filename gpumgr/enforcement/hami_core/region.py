@@ -27,7 +27,6 @@ PRIORITY: Final = 1
 SWITCH_ON: Final = 1
 #: The library writes this into `recent_kernel` at a launch. It delays launches while the word is below 0.
 RECENT_KERNEL: Final = 2
-#: As for a device that the environment does not name.
 _NO_CORE_LIMIT: Final = 100
 _NO_MEMORY_LIMIT: Final = 0
 #: glibc's sem_t on 64-bit machines: value (u32), waiters (u32), and 128 = shared between processes.
@@ -156,7 +155,7 @@ def _slot(index: int, slots: bytes) -> ProcessSlot:
 
 
 FILE_NAME: Final = "region.cache"
-#: futex(2): the system call's number, and the operation that wakes processes that share the mapping.
+#: futex(2).
 _FUTEX: Final = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAKE: Final = 1
 
@@ -166,7 +165,7 @@ class RegionFile(SharedFile):
 
     @classmethod
     def create_in(cls, folder: Path, data: bytes) -> Self:
-        """Replaces the file in the folder, which must exist. `data`: from `seed`; its slots are zero."""
+        """Replaces the file. `folder` must exist. `data`: from `seed`, with zeros in its slots."""
         parts = {0: data[: layout.PROCS], layout.PROC_NUM: data[layout.PROC_NUM :]}
         return cls.create(folder / FILE_NAME, layout.FILE_BYTES, parts)
 
@@ -175,7 +174,6 @@ class RegionFile(SharedFile):
         return cls.open(folder / FILE_NAME, layout.FILE_BYTES)
 
     def read(self) -> RegionView:
-        """Reads the header, the tail and the slots in use."""
         self.check()
         return decode(self.read_at)
 

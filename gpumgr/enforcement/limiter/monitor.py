@@ -101,7 +101,7 @@ class PageMonitor(Monitor):
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
 
     def hold_calls(self, *, hold: bool) -> bool:
-        """Makes the library hold the container's CUDA calls, or release them. False: the pages can't be used."""
+        """Makes CUDA calls wait, or releases them. False: the pages can't be used."""
 
         def write(files: PageFiles) -> bool:
             (files.suspend if hold else files.resume)()

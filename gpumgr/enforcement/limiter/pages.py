@@ -205,7 +205,7 @@ def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, i
 
 
 def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
-    """The offset in `limits`, and the bytes that make CUDA calls wait before they enter the driver, or continue."""
+    """The offset in `limits`, and the bytes that make CUDA calls wait, or continue."""
     return _Limits.suspend.offset, int(suspended).to_bytes(4, "little")
 
 

@@ -15,7 +15,6 @@ import msgspec
 from gpumgr.common.errors import MpsError
 
 MpsProtocol = Literal[2, 3]
-#: The setting mps.protocol.
 ProtocolSetting = Literal["auto", "2", "3"]
 PROTOCOLS: Final[Mapping[str, MpsProtocol]] = {"2": 2, "3": 3}
 

@@ -48,8 +48,7 @@ class ControlProgram:
         self._timeout_seconds = timeout_seconds
 
     async def features(self) -> ControlFeatures:
-        """What the program supports. Raises MpsError if it does not work or is another program, MpsTransientError if a later call may
-        succeed."""
+        """Raises MpsError if the program does not work or is another one, MpsTransientError if a later call may succeed."""
         # Without a daemon in the pipe folder: an old program would connect to it.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
@@ -81,7 +80,7 @@ class ControlProgram:
             raise MpsError(f"{' '.join(argv)!r} ended with status {status}: {output_text}; see {output.parent}")
 
     async def communicate(self, argv: Sequence[str], environment: Mapping[str, str], text: str) -> tuple[int, str]:
-        """Runs a command, on the host if `before` is set; returns the exit status, and stdout with stderr. Raises MpsTransientError."""
+        """Runs a command, on the host if `before` is set. Returns the exit status, and stdout with stderr. Raises MpsTransientError."""
         return await self._execute([*self._before, *argv], environment, text, None)
 
     async def _execute(
@@ -175,8 +174,7 @@ echo program "$(command -v "$0")"
 
 
 async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *, timeout_seconds: float) -> ControlProgram:
-    """Finds the program, on the host for an agent in a pod. `name`: a path, or a name to search in PATH. `run_dir`: the daemons' folder.
-    Raises MpsError, MpsTransientError."""
+    """Finds the program, on the host for an agent in a pod. `run_dir`: the daemons' folder. Raises MpsError, MpsTransientError."""
     if method != "host":
         path = await asyncio.to_thread(shutil.which, name)
         if path is None:

@@ -43,8 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What all daemons of the node have in common. `exclusive`: shared GPUs are in EXCLUSIVE_PROCESS mode. `clock`: monotonic, in
-    seconds."""
+    """What all daemons of the node have in common. `exclusive`: shared GPUs are in EXCLUSIVE_PROCESS mode. `clock`: in seconds."""
 
     protocol: MpsProtocol
     multiuser_option: str
@@ -159,8 +158,8 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced; None if it works. A daemon that does not answer a command counts as blocked: on an H200 a server
-        that was stopped by a signal had this effect."""
+        """Why the daemon must be replaced; None if it works. It must if it does not answer a command: on an H200 a server that was stopped
+        by a signal had this effect."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
@@ -256,8 +255,8 @@ class Daemon:
         self.trouble, self.silent = str(error), isinstance(error, MpsTimeoutError) and self.pid is not None
 
     async def guard(self) -> None:
-        """Between checks, in protocol 3: corrects changed namespaces by one run of the control program. A daemon that has ended or answers
-        with an error is checked at once."""
+        """Between checks, in protocol 3: corrects changed namespaces by one run of the control program. A daemon that has ended or reports
+        an error is checked at once."""
         if self.trouble is not None or not self._others():
             return
         try:
@@ -356,8 +355,7 @@ class Daemon:
         return any(processes.user_of(pid) != os.geteuid() for pid in self.servers)
 
     async def try_client(self) -> None:
-        """Tries whether a new client gets a context in time, and sets `hang`. Called without `lock`: a trial that hangs must not delay the
-        checks."""
+        """Tries whether a new client gets a context in time, and sets `hang`. Called without `lock`, since a trial may hang."""
         self._client_left, self._tried_at = False, self.config.clock()
         process, folder, config = self.process, self.folder, self.config
         if self._serves_others():

@@ -94,8 +94,6 @@ def lost(tenant: GpuShare) -> Finding:
 
 
 class Observer:
-    """Remembers what earlier checks found."""
-
     def __init__(self) -> None:
         #: (container, process outside of MPS) -> the number of the check that found it first.
         self._outside: dict[tuple[AllocationId, int], int] = {}

@@ -27,7 +27,7 @@ _BIND: Final = 'mount --bind "$0" /dev/shm && exec "$@"'
 
 
 def best_method(*, in_pod: bool = False) -> LaunchMethod:
-    """The method for this host or pod; `find_control_program` checks whether it works."""
+    """`find_control_program` checks whether the method works in a pod."""
     if in_pod:
         return "host"
     if os.geteuid() != 0:
@@ -37,14 +37,13 @@ def best_method(*, in_pod: bool = False) -> LaunchMethod:
 
 
 def host_prefix(launch: LaunchMethod) -> tuple[str, ...]:
-    """Prefixes a command that must run where the daemons are."""
     return _ENTER if launch == "host" else ()
 
 
 def daemon_command(
     launch: LaunchMethod, uuid: str, shm: Path, environment: Mapping[str, str], command: Sequence[str]
 ) -> list[str]:
-    """The command line for `command`, which starts the daemon in the background. Servers outlive the daemon."""
+    """`command` starts the daemon, which goes into the background. Servers outlive it."""
     match launch:
         case "systemd":
             options = f"--unit=gpumgr-mps-{uuid}", "--service-type=forking", "--property=KillMode=process"
@@ -58,15 +57,14 @@ def daemon_command(
 
 
 def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """The command line for a CUDA program with the daemon's /dev/shm. For an agent in a pod it runs there, since the host may not have the
-    program."""
+    """Makes a CUDA program run with the daemon's /dev/shm. For an agent in a pod it runs there, since the host may not have the program."""
     if launch == "systemd":
         return _as_unit((*_WAIT, f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"), shm, environment, command)
     return daemon_command("namespace" if launch == "host" else launch, "", shm, environment, command)
 
 
 def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] | None:
-    """The command line that mounts a bounded tmpfs on the host, or unmounts it; None if the folder stays plain."""
+    """The command that mounts a tmpfs of limited size on the host, or unmounts it. None: the folder stays plain."""
     options = f"nosuid,nodev,noexec,mode=1777,size={SHM_BYTES}"
     return host_command(
         launch, ["mount", "-t", "tmpfs", "-o", options, "gpumgr-mps", str(shm)] if mounted else ["umount", str(shm)]
@@ -74,7 +72,7 @@ def shm_command(launch: LaunchMethod, shm: Path, *, mounted: bool) -> list[str] 
 
 
 def host_command(launch: LaunchMethod, command: Sequence[str]) -> list[str] | None:
-    """The command line for `command` in the host's mount namespace; None if the agent may not mount."""
+    """Makes `command` run in the mount namespace of the host. None: the agent may not mount."""
     if launch == "plain":
         return None
     before = [*_UNIT, *_WAIT, "--"] if launch == "systemd" else []
@@ -82,6 +80,5 @@ def host_command(launch: LaunchMethod, command: Sequence[str]) -> list[str] | No
 
 
 def _as_unit(options: Sequence[str], shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """The command line for `command` in a transient service with `shm` as its /dev/shm."""
     variables = [f"--setenv={key}={value}" for key, value in environment.items()]
     return [*_UNIT, *options, f"--property=BindPaths={shm}:/dev/shm", *variables, "--", *command]

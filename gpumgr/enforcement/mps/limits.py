@@ -40,7 +40,7 @@ class Bounds(msgspec.Struct):
     _bound: Share | None = None
 
     async def put(self, daemon: DaemonClient, shares: Shares, _: Collection[AllocationId], *, anew: bool) -> None:
-        """Sets the bound for all clients; `anew`: even if it was set already. Raises MpsError."""
+        """`anew`: even if the bound was set already. Raises MpsError."""
         if not shares:
             return
         granted = shares.values()
