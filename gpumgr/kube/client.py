@@ -51,7 +51,7 @@ MAX_RETRY_AFTER_SECONDS: Final = 120.0
 
 _REVIEWS: Final = "authorization.k8s.io/v1"
 
-#: They detect a peer that vanished without closing the connection (power, network) within about half a minute.
+#: These options detect a peer that vanished without closing the connection (power, network) within about half a minute.
 _TCP_OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -318,7 +318,7 @@ async def answer_error(response: aiohttp.ClientResponse) -> AnswerError:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    """0.0 if it is missing or a date."""
+    """In seconds; 0.0 if it is missing or a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
 

@@ -202,7 +202,7 @@ def decode_register(text: str) -> Sequence[RegisteredGpu]:
 
 
 def encode_scores(uuids: Sequence[str], scores: Scores) -> str:
-    """For each GPU the scores of its links to the other GPUs."""
+    """The text of SCORES: for each GPU the scores of its links to the other GPUs."""
     rows = [
         {"uuid": uuid, "score": {other: row[place] for place, other in enumerate(uuids) if other != uuid}}
         for uuid, row in zip(uuids, scores, strict=True)

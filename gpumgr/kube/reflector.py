@@ -189,10 +189,7 @@ class _UnreadableObjects:
 
 class Reflector(Generic[T]):
     """Keeps the copy up to date while `run` runs. `on_change(before, after)` is called for each difference; None: the object does not
-    exist. `on_list` is called after each list, because changes before it may have been missed.
-
-    `jitter` returns 0.0 to 1.0; `clock` is monotonic, in seconds.
-    """
+    exist. `on_list` is called after each list, because changes before it may have been missed."""
 
     def __init__(
         self,
@@ -336,7 +333,7 @@ class Reflector(Generic[T]):
             return await response.read()
 
     def _metadata(self, item: msgspec.Raw) -> _Metadata:
-        """Has no UID if the metadata can't be read."""
+        """Without a UID if the metadata can't be read."""
         try:
             return decode_stored(item, _Item).metadata
         except UnreadableText:

@@ -217,8 +217,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 class WaitingPods:
-    """`run` it as a daemon. `pods` returns the pods of this node. `held` returns (namespace, name) of the claims in the ledger. `clock` is
-    monotonic, in seconds."""
+    """`run` it as a daemon. `pods` returns the pods of this node. `held` returns (namespace, name) of the claims in the ledger."""
 
     def __init__(
         self,

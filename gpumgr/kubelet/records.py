@@ -76,7 +76,7 @@ class _File(_Data):
 
 
 def parse_kubelet_checkpoint(text: bytes) -> tuple[CheckpointEntry, ...]:
-    """In the file's order. Raises KubeletError if `text` is no such file or is incomplete."""
+    """The entries, in the file's order. Raises KubeletError if `text` is no such file or is incomplete."""
     return _decoded(text).PodDeviceEntries or ()
 
 

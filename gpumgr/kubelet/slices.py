@@ -66,8 +66,8 @@ def slice_devices(
     taints: Mapping[GpuName, tuple[Taint, ...]],
     shared: bool = True,
 ) -> tuple[SliceDevice, ...]:
-    """In the order of the slice. `names`: UUID -> the ledger's name, for the GPUs to publish. The API server refuses a GPU with less than
-    two blocks of memory, so it is left out. A GPU without known memory is not shared."""
+    """The devices, in the order of the slice. `names`: UUID -> the ledger's name, for the GPUs to publish. The API server refuses a GPU
+    with less than two blocks of memory, so it is left out. A GPU without known memory is not shared."""
     order = fragment_order(build_tree(snapshot.topology))
     rows = sorted(range(len(snapshot.gpus)), key=lambda row: order[row])
     islands, pairs = _islands(snapshot.topology), _pairs(snapshot.topology, rows)
@@ -123,8 +123,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """For a request with dryRun, which shows what the API server drops. It must be a create, because an update keeps these fields if the
-    stored slice has them."""
+    """A slice for a request with dryRun, which shows what the API server drops. It must be a create, because an update keeps these fields
+    if the stored slice has them."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])
@@ -172,7 +172,7 @@ def dropped(sent: Json, stored: Mapping[str, Any]) -> Dropped | None:
 
 
 def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[SliceDevice, ...]:
-    """None without the fields for sharing; only devices without taints if the API server drops taints."""
+    """The devices to publish: none if the API server drops the fields for sharing, only untainted ones if it drops taints."""
     if loss is None:
         return tuple(devices)
     return () if loss.sharing else tuple(device for device in devices if not device.taints)

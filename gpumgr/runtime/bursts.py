@@ -152,8 +152,8 @@ class Bursts:
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have set another limit, by a resize or a burst, that this process does not know yet.
 
-        The setting may have allowed bursts then. So a burst is possible if the pod demands one, or if the container uses more than the
-        memory of its device ids plus the slack.
+        That process may have had a setting that allowed bursts. So a burst is possible if the pod demands one, or if the container uses
+        more than the memory of its device ids plus the slack.
         """
         if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
             return False
@@ -258,7 +258,7 @@ class Bursts:
 
     def _missing_bytes(self, allocation: Allocation, gpu: GpuName, reach_bytes: int = 0, *, free_only: bool = False) -> int:
         """How many bytes the GPU lacks for the starting container's further use if other containers take `reach_bytes` more. `free_only`:
-        ignores memory that is granted but not used, because the use is not known."""
+        ignores memory that others were granted but do not use yet, because their use is not known."""
         known = self._memories.get((allocation.id, gpu))
         need_bytes = max(0, _guaranteed_bytes(allocation, gpu) - ((known and known.used_bytes) or 0))
         return self._memory(gpu, but=allocation).missing_bytes(need_bytes, 0 if free_only else need_bytes, reach_bytes)
@@ -269,8 +269,8 @@ class Bursts:
         return f"the driver does not report how much memory of GPU {unknown[0]} is free" if unknown else None
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
-        """Why this suspended container can't be resumed; None: it can. `needs`: GPU -> bytes. With `lowers` the resume also waits for lower
-        limits of others on these GPUs; the text is empty while they may still take effect."""
+        """Why this suspended container can't be resumed; None: it can. `needs`: GPU -> bytes. With `lowers` the resume also waits until the
+        limits of other containers on these GPUs are lowered; the text is "" while they are being lowered."""
         if (before := ahead(self._agent_state.suspensions, allocation.id)) is not None:
             holder = self._agent_state.ledger.allocations.get(before)
             return f"it waits for {holder.describe() if holder else before}, which is before it"

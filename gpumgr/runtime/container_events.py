@@ -46,8 +46,8 @@ class ContainerEvents:
         self._agent_state.history.add_unless_repeated(entry)
 
     def report(self, reason: str, messages: Mapping[Subject, str], *gpus: GpuName, changed: bool = True) -> Mapping[Subject, str]:
-        """Adds an event for each subject that the last call with this reason and these GPUs lacked or, with `changed`, had with another
-        message. Returns the messages of these events."""
+        """Adds an event for each subject that is new since the last call with this reason and these GPUs; with `changed`, also for each
+        subject with another message than before. Returns the messages of these events."""
         before = self._reported.get((reason, *gpus), {})
         new = {each: said for each, said in messages.items() if each not in before or (changed and before[each] != said)}
         for (allocation, user), message in new.items():

@@ -37,10 +37,7 @@ Location = tuple[int | None, str]
 
 class Containers:
     """Call `tick` at least once a second. While the runtime is unavailable, the cache stays, `unavailable` has the reason, and only
-    `container_of` raises.
-
-    `runs` returns whether a process still runs. `clock` is monotonic, in seconds; `sleep` waits by it.
-    """
+    `container_of` raises. `runs` returns whether a process still runs. `sleep` waits by `clock`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Limits = Mapping[AllocationOnGpu, int]
 
 
 class LimitsInForce:
-    """In bytes. `latest`: what the last evaluation computed; None before the first."""
+    """Sizes are in bytes. `latest`: what the last evaluation computed; None before the first."""
 
     def __init__(self) -> None:
         self.latest: Limits | None = None

@@ -113,7 +113,7 @@ class ProcessOwners:
         return container is None and self.clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
-        """Concurrently, so that one List call serves all processes with unknown containers."""
+        """All at the same time, so that one List call serves all processes with unknown containers."""
         await asyncio.gather(*map(self._look_up_one, processes))
 
     async def _look_up_one(self, process: Process) -> None:
@@ -131,7 +131,7 @@ LONG_SECONDS: Final = 5.0
 
 
 class BackgroundCall:
-    """Runs at most one call at a time. After a bounded time the call continues without the caller. `clock` is monotonic, in seconds."""
+    """Runs at most one call at a time. After a bounded time the call continues without the caller."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock

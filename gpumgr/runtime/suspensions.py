@@ -55,8 +55,6 @@ _NO_LIMITER: Final = "only the backend limiter notices that an idle container ne
 
 
 class Suspensions:
-    """`clock` is monotonic, in seconds."""
-
     def __init__(
         self,
         agent_state: AgentState,
@@ -81,7 +79,7 @@ class Suspensions:
         #: Set by each change of a state.
         self._changed = asyncio.Event()
         self._unsaved = LogPace(clock)
-        #: By the last sample.
+        #: What containers use, and their processes, by the last sample.
         self._uses: Mapping[AllocationId, Sequence[ContainerUse]] = {}
         self._ownership = ProcessOwnership()
 

@@ -47,7 +47,7 @@ Label = Callable[[GpuName], str]
 
 
 class DecisionReporter:
-    """Receives entries of the history once it exists. `run` is a daemon. `clock` is monotonic, in seconds."""
+    """Receives entries of the history once it exists. `run` is a daemon."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class ObjectRef(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One occurrence. `allocations`: ids."""
+    """One occurrence. `allocations`: the ids of its allocations."""
 
     about: ObjectRef
     reason: str

@@ -176,7 +176,7 @@ async def report_node(report: Callable[[], NodeReport], reporters: Mapping[str, 
 
 class NodeReporter:
     """Publishes the condition and the node's labels. Removes them if they are switched off, because an earlier process or earlier settings
-    may have published them. `clock` is monotonic, in seconds."""
+    may have published them."""
 
     def __init__(self, node: Publisher, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._node, self._clock = node, clock

@@ -170,7 +170,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, slots=True)
 class NodeCondition(NodePart[Condition]):
-    """The condition GpuTrouble, if any. `wall` returns unix seconds."""
+    """The condition GpuTrouble, if any."""
 
     what = "condition"
     rights = "get on nodes and patch on nodes/status"

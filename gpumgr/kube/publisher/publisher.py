@@ -101,7 +101,7 @@ class _DeliveryLog:
 
 
 class Publisher:
-    """Writes while `run` runs. All other methods are for the event loop and return at once. `clock` is monotonic, `wall` unix seconds."""
+    """Writes while `run` runs. All other methods are for the event loop and return at once."""
 
     def __init__(
         self,
