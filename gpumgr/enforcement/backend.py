@@ -209,7 +209,7 @@ def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengt
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
-    """The mechanisms for one value of enforcement.backend, a mechanism for memory alone first."""
+    """The mechanisms for one value of enforcement.backend. A mechanism for memory alone is the first of them."""
     if setting not in ("auto", "nvml-memory"):
         return (setting,)
     memory = ["nvml-memory"] if setting == "nvml-memory" or able.get("nvml-memory") else []

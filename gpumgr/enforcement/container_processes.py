@@ -35,7 +35,8 @@ class PidMap:
         return found
 
     def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """Maps a pid in the container to the processes in `pids` that have it: several with nested pid namespaces."""
+        """Returns a function that maps a pid in the container to the host pids in `pids` that have it. Nested pid namespaces can give
+        several."""
         table: dict[int, list[int]] = {}
         for pid in pids:
             if (inside := self.inside(pid)) is not None:
@@ -92,8 +93,8 @@ def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[s
 
 
 def has_mounted(pid: int, allocation: AllocationId, proc_root: Path = PROC) -> bool:
-    """Whether the process has the folder of this allocation mounted, as only the allocation's container has. False for a process that is
-    gone. Blocks."""
+    """Whether the process has the folder of this allocation mounted. Only the allocation's container has it mounted. False for a process
+    that is gone. Blocks."""
     try:
         with (proc_root / str(pid) / "mountinfo").open(encoding="utf-8", errors="replace") as lines:
             return any(PurePosixPath(mounted_root(line)).name == allocation for line in lines)

@@ -176,8 +176,8 @@ class DriverMemory(Backend):
                 limit.due = self._clock() + _RECHECK_SECONDS
 
     async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
-        """Sets the limit unless it is in force. Returns why the container is not limited; a burst's higher limit (`kept`) counts as one.
-        Raises NvmlError."""
+        """Sets the limit unless it is in force. Returns why the container has no limit; the higher limit of a burst (`kept`) counts as a
+        limit. Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes

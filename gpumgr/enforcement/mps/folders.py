@@ -76,7 +76,7 @@ class GpuFolder:
                 os.unlink(os.path.join(folder, name))
 
     def ended_by_command(self, pid: int) -> bool:
-        """Whether the command `quit` ended this daemon, as its log shows, which containers can't write. Raises OSError."""
+        """Whether the command `quit` ended this daemon, according to its log, which containers can't write. Raises OSError."""
         try:
             with (self.log / "control.log").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

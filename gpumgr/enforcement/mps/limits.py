@@ -33,8 +33,8 @@ class Tampering(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct):
-    """Protocol 2: the bound at one process of the daemon. `_answers`: server (None: future servers) -> the daemon's answer after the bound
-    was set."""
+    """Protocol 2: the bound that was set at a daemon. A restarted daemon needs a new object. `_answers`: server (None: future servers) ->
+    the daemon's answer after the bound was set."""
 
     _answers: Mapping[int | None, str] = msgspec.field(default_factory=dict)
     _bound: Share | None = None
@@ -100,8 +100,8 @@ async def _answers(daemon: DaemonClient, queried: Sequence[int | None]) -> Mappi
 
 
 class Namespaces(msgspec.Struct):
-    """Protocol 3: the namespaces at one process of the daemon. `_set`: container -> (the limits that were set last, the daemon's answer
-    after that: memory and cores)."""
+    """Protocol 3: the namespaces that were made at a daemon. A restarted daemon needs a new object. `_set`: container -> (the limits that
+    were set last, the daemon's answer after that: memory and cores)."""
 
     _set: dict[AllocationId, tuple[tuple[int, int], tuple[str, str]]] = msgspec.field(default_factory=dict)
 
