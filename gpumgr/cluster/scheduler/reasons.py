@@ -44,9 +44,11 @@ class WaitingReasons:
             kind = known[request, policy] = await self._without_quota(request, policy)
         if kind == "elsewhere" and pod.namespace in self._quotas.limits:
             question, names = Question(self._index, request, policy, pod.namespace, keep=False), list(self._rows.nodes)
-            await in_slices(question.examine(names))
-            if isinstance(within := question.rank(names), Rejection):
-                return "quota", within.text
+            await in_slices(question.examine(names, reasons=False))
+            if not question.fits(names):
+                await in_slices(question.examine(names))
+                if isinstance(within := question.rank(names), Rejection):
+                    return "quota", within.text
         return kind, ""
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:

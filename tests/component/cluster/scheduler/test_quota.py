@@ -190,3 +190,24 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     await counting
     assert len(choices) >= 60
     assert len(choices) == len(set(choices)), "each choice is a step of its own"
+
+
+async def test_the_first_node_that_fits_shows_that_the_quota_allows_a_pod(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of pods may wait although GPUs are free: for CPU, for example."""
+    for number in range(2, 22):
+        stage.sim.put_node(node(f"n{number}", number, inventory(f"n{number}", number)))
+    stage.sim.put_document(pod("one", ("app", 40, 8), ("app", 30, 8)))
+    await until(lambda: "uid-one" in stage.watches.pending and stage.index.node("n21") is not None)
+    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=10_000),))}
+    choices = 0
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal choices
+        choices += 1
+        return choose(*arguments, **more)
+
+    monkeypatch.setattr(shape, "choose", counted)
+    rows = NodeRows(stage.watches)
+    await rows.refresh()
+    found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"], {})
+    assert (found, choices) == (("elsewhere", ""), 2)
