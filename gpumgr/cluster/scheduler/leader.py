@@ -104,16 +104,15 @@ class Leadership:
 
     async def _step(self) -> None:
         """Reads the Lease, then writes it if needed. A leader writes without reading. Raises what the requests raise."""
-        if not self._candidate.leads(self._clock()):
+        if not (led := self._candidate.leads(self._clock())):
             self._candidate = self._candidate.read(await self._read(), self._clock())
         began = self._clock()
-        action = self._candidate.action(began)
-        if action == "wait":
+        if not self._candidate.may_write(began):
             return
         try:
             written = await self._write(self._replica.identity, self._candidate.times.lease_seconds, self._candidate.seen)
             self._candidate = self._candidate.wrote(written, began)
-            if action != "renew":  # another replica may have led since, so this is another term
+            if not led:  # another replica may have led since, so this is another term
                 self._term.set(0)
         except AnswerError as error:
             if error.status not in (404, 409):

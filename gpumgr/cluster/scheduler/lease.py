@@ -9,12 +9,10 @@ has the version that it saw as a precondition, so it fails if the Lease has chan
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-
-Action = Literal["create", "take", "renew", "wait"]
 
 
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,12 +68,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def stopped(self) -> "Candidate":
         return replace(self, until=float("-inf"))
 
-    def action(self, now: float) -> Action:
-        if self.seen is None:
-            return "create" if now >= self._expires else "wait"
-        if self.seen.holder == self.me:
-            return "renew"
-        return "take" if now >= self._expires or not self.seen.holder else "wait"
+    def may_write(self, now: float) -> bool:
+        """Whether this replica may renew, take or create the Lease."""
+        return now >= self._expires or (self.seen is not None and self.seen.holder in (self.me, ""))
 
     def pause_seconds(self, now: float) -> float:
         """The time until the next read or renewal."""

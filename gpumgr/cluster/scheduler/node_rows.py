@@ -1,6 +1,5 @@
 """A row and sums for each node with GPUs, for the page and the metrics. Nodes are computed again only after a change."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -30,13 +29,11 @@ class NodeRows:
     def __init__(self, watches: ClusterWatches) -> None:
         self._index, self._watched = watches.index, watches.nodes
         self.nodes: dict[str, NodeRow] = {}
-        self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Computes the nodes that have changed in the index, and settles it."""
         await in_slices(self._index.settling())
-        async with self._lock:
-            await in_slices(self._updates())
+        await in_slices(self._updates())
 
     def _updates(self) -> Iterator[None]:
         while self._index.changed:

@@ -55,17 +55,10 @@ def shortage_text(requests: Resources, free: Resources, name: str) -> str:
 
 
 def _tolerates(toleration: Json, taint: Json) -> bool:
-    return (
-        (toleration.get("key") or taint["key"]) == taint["key"]
-        and (toleration.get("effect") or taint["effect"]) == taint["effect"]
-        and _value_tolerated(toleration.get("operator"), toleration.get("value") or "", taint.get("value") or "")
-    )
-
-
-def _value_tolerated(operator: str | None, wanted: str, value: str) -> bool:
-    if operator in ("Gt", "Lt"):
-        return _compared(operator, value, wanted)
-    return operator == "Exists" or wanted == value
+    if any((toleration.get(each) or taint[each]) != taint[each] for each in ("key", "effect")):
+        return False
+    operator, wanted, value = toleration.get("operator"), toleration.get("value") or "", taint.get("value") or ""
+    return _compared(operator, value, wanted) if operator in ("Gt", "Lt") else operator == "Exists" or wanted == value
 
 
 def _term(term: Json, labels: Mapping[str, str], fields: Mapping[str, str]) -> bool:

@@ -65,7 +65,7 @@ def test_two_replicas_never_lead_at_once(events: list[tuple[str, str, float]], s
                 candidates[name] = mine.wrote(stored, write.began)
         elif event != "arrives":
             mine = candidates[name] = mine if mine.leads(local) else mine.read(server.lease, local)
-            if mine.action(local) != "wait" and event != "lost":
+            if mine.may_write(local) and event != "lost":
                 sent[name] = Sent(local, mine.seen)
                 if event != "delayed":
                     stored = server.write(name, sent.pop(name).seen)
@@ -77,7 +77,7 @@ def test_two_replicas_never_lead_at_once(events: list[tuple[str, str, float]], s
 def test_a_lost_write_that_happened_is_found_by_the_next_look() -> None:
     mine = Candidate(me="a").read(Lease(holder="a", version="7"), 1.0)
     assert not mine.leads(1.0)
-    assert mine.action(1.0) == "renew"
+    assert mine.may_write(1.0)
     assert mine.wrote(Lease(holder="a", version="8"), 1.0).leads(1.0 + TIMES.lead_seconds - 0.01)
     assert not mine.wrote(Lease(holder="a", version="8"), 1.0).leads(1.0 + TIMES.lead_seconds)
 
@@ -85,19 +85,19 @@ def test_a_lost_write_that_happened_is_found_by_the_next_look() -> None:
 def test_another_replica_takes_an_unchanged_lease_only() -> None:
     first = Lease(holder="b", version="1", renewed="then", seconds=10)
     mine = Candidate(me="a").read(first, 100.0)
-    assert mine.action(109.9) == "wait"
-    assert mine.action(110.0) == "take"
+    assert not mine.may_write(109.9)
+    assert mine.may_write(110.0)
     labelled = mine.read(replace(first, version="2"), 105.0)
-    assert labelled.action(110.0) == "take", "another version of the same content is no renewal"
-    assert mine.read(replace(first, version="3", renewed="later"), 105.0).action(114.9) == "wait"
-    assert mine.read(replace(first, holder=""), 105.0).action(105.0) == "take", "it was released"
+    assert labelled.may_write(110.0), "another version of the same content is no renewal"
+    assert not mine.read(replace(first, version="3", renewed="later"), 105.0).may_write(114.9)
+    assert mine.read(replace(first, holder=""), 105.0).may_write(105.0), "it was released"
     assert mine.pause_seconds(109.75) == pytest.approx(0.25)
 
 
 def test_a_lease_that_was_deleted_is_not_created_while_its_holder_may_lead() -> None:
-    assert Candidate(me="a").read(None, 5.0).action(5.0) == "create"
+    assert Candidate(me="a").read(None, 5.0).may_write(5.0)
     gone = Candidate(me="a").read(Lease(holder="b", version="1"), 5.0).read(None, 6.0)
-    assert (gone.action(15.9), gone.action(16.0)) == ("wait", "create")
+    assert (gone.may_write(15.9), gone.may_write(16.0)) == (False, True)
     led = Candidate(me="a").wrote(Lease(holder="a", version="1"), 5.0).read(None, 6.0)
     assert not led.leads(6.0)
 
