@@ -92,7 +92,7 @@ class Admission:
         self._refused: frozenset[str] = frozenset()
 
     async def list_pods(self) -> Listing | None:
-        """Calls `List`. None if the kubelet does not answer; each new reason is logged once."""
+        """None if the kubelet does not answer; each new reason is logged once."""
         try:
             listing = await self._pod_resources.list()
         except KubeletError as error:
@@ -149,8 +149,8 @@ class Admission:
         return handed_on(ledger, resource, request.must, caller.pod), caller
 
     async def identify_without_preference(self, ledger: Ledger, resource: Resource, masks: Masks) -> tuple[Ledger, Caller]:
-        """Like `identify`, for an Allocate without a GetPreferredAllocation: the container takes over ids of its pod's init containers, or
-        the Topology Manager left no choice."""
+        """Like `identify`, for an Allocate without a GetPreferredAllocation: the container takes over ids of an init container, or the
+        Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
         left_by = reuser(ledger, resource, masks)
         if (

@@ -103,7 +103,6 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pod_name(self) -> str:
-        """namespace/pod; if not known, the UID or the allocation."""
         if self.pod is not None:
             return f"{self.namespace}/{self.pod}"
         return f"pod uid {self.uid}" if self.uid else f"allocation {self.allocation}"
@@ -122,8 +121,6 @@ class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of NVLinks between the rows `a` and `b`."""
-
     a: int
     b: int
     links: int

@@ -73,7 +73,6 @@ class NodeClaims:
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
-        #: UIDs of the claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
@@ -202,7 +201,7 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # also if the new shares are refused: the API server no longer allocates the old ones
+            if before:  # also freed if the new shares are refused: the API server no longer allocates them
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             seconds = min(POD_SECONDS, deadline - time.monotonic())
@@ -228,7 +227,7 @@ class NodeClaims:
         if held := ledger.of_claim(claim.ref.uid):
             if shares_of(held) == _shares(claim):
                 return ledger, (), (held, False)
-            ledger = ledger.free(a.id for a in held)  # made by a call that read the claim before it was allocated anew
+            ledger = ledger.free(a.id for a in held)  # a call read the claim before it was allocated anew
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()
@@ -308,7 +307,7 @@ class CommitBatch:
         for decision, result in waiting:
             try:
                 ledger, more, value = decision(ledger)
-            except Exception as error:  # a Refusal, or a bug: the other decisions must not fail with it
+            except Exception as error:  # a bug in one decision must not fail the others
                 result.set_exception(error)
             else:
                 entries += more

@@ -30,7 +30,7 @@ from gpumgr.placement.select import check_request
 
 log = structlog.get_logger(__name__)
 
-#: The reason of a pod's event.
+#: The reason in the pod's event.
 TWO_LIMITS: Final = "GpuTwoLimits"
 
 
@@ -85,7 +85,7 @@ NO_MECHANISM = ("none",)
 
 
 def others_on_gpus(ledger: Ledger, tenant: GpuShare) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(Name, mechanisms) of the other shares on the tenant's GPUs; containers that another program admitted have NO_MECHANISM. Init
+    """(Name, mechanisms) of the other shares on the tenant's GPUs; NO_MECHANISM for containers that another program admitted. Init
     containers and the other containers of a pod do not run at the same time, so they do not count for each other."""
     own = ledger.allocations.get(tenant.allocation)
     for other in [other for gpu in tenant.gpus for other in ledger.on(gpu.name)]:

@@ -1,7 +1,8 @@
-"""Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever.
+"""Forgets registered GPUs that were removed for good, so that the node does not report them as missing forever: on an operator's request,
+or when another GPU is at their PCI address.
 
-A GPU can be forgotten if the driver does not list it, and it has no allocation and no process of an ended container. That happens on an
-operator's request, or when another GPU is at its PCI address. If it returns, it gets the same name, and its cordon is still in force.
+The driver must not list such a GPU, and it must have no allocation and no process of an ended container. If it returns, it gets the same
+name, and its cordon is still in force.
 """
 
 from collections.abc import Callable, Mapping

@@ -23,7 +23,6 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, Change
 
 log = structlog.get_logger(__name__)
 
-#: Entries of this interval are written together.
 GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many of the newest entries are searched for a repetition.
@@ -62,7 +61,7 @@ class History:
         self._number = 0
 
     def restore(self, entries: Iterable[HistoryEntry], *, allocations: Iterable[AllocationId]) -> None:
-        """Takes over the checkpoint's entries, oldest first. `allocations`: the existing ones."""
+        """`entries`: the checkpoint's, oldest first. `allocations`: the existing ones."""
         self._grants = {allocation: [] for allocation in allocations}
         for entry in entries:
             self._keep(entry)

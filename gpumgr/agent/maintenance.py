@@ -2,7 +2,7 @@
 
 1. A cordon is on disk and in force before it is confirmed.
 2. A drain is a cordon that also reports the containers on the GPU. With `evict` the agent requests the eviction of their pods, also after a
-   restart, until the GPU is uncordoned. The agent itself ends no container.
+   restart, until the GPU is uncordoned.
 3. Only a cordoned GPU without containers and processes is reset. NVML can't reset a GPU, so nvidia-smi does.
 """
 
@@ -121,8 +121,8 @@ class Maintenance:
                     self._evict(self._evictor, gpu, cordon, again=True)
 
     async def execute(self, request: MaintenanceRequest) -> MaintenanceResult:
-        """Executes the request to its end, even if the caller is cancelled. Raises InputError for an unknown GPU or too long a reason, or
-        Refusal."""
+        """Executes the request to its end, even if the caller is cancelled. Raises InputError for an unknown GPU or a reason that is too
+        long, and Refusal."""
         return await run_shielded(self._execute(request), name=f"gpu_{request.action}")
 
     async def _execute(self, request: MaintenanceRequest) -> MaintenanceResult:

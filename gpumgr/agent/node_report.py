@@ -42,7 +42,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `connections` counts the web server's open connections, `streams` the kubelet's open ListAndWatch calls by resource. Other counts are
     since the start of the process: `nvml_errors` by function and NVML error number, `vcuda_registrations` by result, `mps_daemon_restarts`
-    by UUID, `connections_refused` over the server's limit, `disconnects` of clients before the response was complete.
+    by UUID, `connections_refused` over the server's limit, `disconnects` before the response was complete.
     """
 
     view: AgentView

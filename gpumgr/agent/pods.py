@@ -22,8 +22,8 @@ def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
 
 
 def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
-    """The container's undecided request for a resize (NO_RESIZE: back to what was granted). None also if the pod has ended, or the pod or
-    the granted amounts are not known yet."""
+    """The container's undecided request for a resize (NO_RESIZE: back to what was granted). None: there is none, the pod has ended, or the
+    pod or the granted amounts are not known yet."""
     view = find_pod(pods, a.pod, a.uid)
     if view is None or view.ended or a.reserved or (a.by_ids and not (a.held("core") and a.held("memory"))):
         return None
@@ -82,7 +82,7 @@ def holders_of_other_mode(ledger: Ledger, mode: str) -> str | None:
 
 #: How long a call of the kubelet may wait for the watch: the kubelet frees the ids of an ended pod before the watch shows the end.
 END_SECONDS: Final = 0.5
-#: The shortest time between two waits for the end of the same allocation's pod.
+#: The pause between two waits for the end of the same pod.
 REPEAT_SECONDS: Final = 5.0
 #: The container runtime answers in milliseconds, or hangs.
 RUNTIME_SECONDS: Final = 1.0
@@ -147,7 +147,6 @@ class PodEnds:
             await self._pods.wait_ended({a.uid for a in due if a.uid}, END_SECONDS)
 
     async def _sandboxes(self) -> Collection[PodSandbox] | None:
-        """None: the runtime does not answer."""
         try:
             async with asyncio.timeout(RUNTIME_SECONDS):
                 return await self._runtime.ready_sandboxes()

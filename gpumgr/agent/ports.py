@@ -111,8 +111,8 @@ class Meter(Protocol):
     def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
 
 
-#: tampered: the container changed its limits (they were corrected). unregistered: a process uses the GPU without the mechanism.
-#: broken: the mechanism does not work for this container. over_limit: more memory is in use than was granted.
+#: tampered: the container changed its limits (they were corrected). unregistered: a process uses the GPU without the mechanism. broken: the
+#: mechanism does not work here. over_limit: more memory is in use than was granted.
 FindingCode = Literal["tampered", "unregistered", "broken", "over_limit"]
 
 

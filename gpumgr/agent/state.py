@@ -140,10 +140,10 @@ class AgentState:
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = History(checkpoint, wall_clock=time.time)
-        # A reservation is left over from before a restart. The kubelet never got an answer about it.
+        # A reservation from before a restart: the kubelet never got an answer about it.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
-        #: Containers that are suspended, or are being suspended or resumed; also on disk.
+        #: The containers with a suspension; also on disk.
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
@@ -274,7 +274,7 @@ class AgentState:
         self.suspensions = decode_note(notes, SUSPENSIONS_NOTE, dict[AllocationId, Suspension])
 
     async def set_suspension(self, allocation: AllocationId, suspension: Suspension | None) -> None:
-        """Saves and applies the state of one allocation; None: it runs. Raises CheckpointError; then nothing has changed."""
+        """Saves and applies the state of one allocation; None: it runs. Raises CheckpointError."""
         async with self.lock:
             changed = {name: each for name, each in self.suspensions.items() if name != allocation}
             if suspension is not None:
@@ -300,7 +300,7 @@ class AgentState:
             for gpu in {*seen.tenants, *seen.unattributed}
         }
         state = quarantine.sampled(state, processes, self.ledger.occupied)
-        self._held_since = dict.fromkeys(state.held, float("-inf"))  # the start of the quarantine is not known
+        self._held_since = dict.fromkeys(state.held, float("-inf"))  # its start is not known
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:
@@ -314,7 +314,7 @@ class AgentState:
             self._noted = note
 
     async def save_note(self, key: str, value: str, *entries: HistoryEntry) -> None:
-        """Saves a note, with the history's `entries` in the same transaction. Raises CheckpointError; then nothing has changed."""
+        """Saves a note, with the history's `entries` in the same transaction. Raises CheckpointError."""
         numbered = tuple(self.history.numbered(entry) for entry in entries)
         await self._checkpoint.save_note(key, value, numbered)
         for entry in numbered:

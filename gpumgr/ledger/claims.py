@@ -17,7 +17,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRef, ClaimReques
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 
-#: A device's name, and the UUID of the claim's share of it (None: not a shared device).
+#: A device's name, and the UUID of the claim's share (None: not a shared device).
 Share = tuple[str, str | None]
 #: A pod that a claim is reserved for: name, UID, and view (None: not known).
 ClaimPod = tuple[PodKey, str, PodView | None]

@@ -1,4 +1,4 @@
-"""Restricts a pod to the GPUs that its annotations demand. The agent does this, too, because the pod's scheduler may not have read them.
+"""Restricts a pod to the GPUs that its annotations demand. The agent does this itself, because the pod's scheduler may not have read them.
 Pure."""
 
 from collections.abc import Callable, Collection, Iterable

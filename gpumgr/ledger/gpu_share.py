@@ -22,7 +22,7 @@ Strength = Literal["hard", "soft", "none"]
 #: Mechanism -> what it limits, and how strongly.
 Strengths = Mapping[str, Mapping[Resource, Strength]]
 
-#: Mechanism -> how well it limited cores in a measurement; docs/benchmarks.md has the tables.
+#: Mechanism -> how well it limited cores; docs/benchmarks.md has the tables.
 _MEASURED_CORES: Final[Mapping[str, str]] = {
     "limiter": "limiter at 25 and 75 cores held 24.9 and 72.9 % of the GPU's time (H200, driver 580.159.04, 2026-11-27)",
     "mps": "mps at 25 and 75 cores reached 24.6 and 69 % of the rate of matrix products without a limit (H200, driver 580.159.04, "

@@ -140,7 +140,7 @@ def _refuse_parts_of_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        # A container of the same pod with cores passes them on; one with replicas runs beside this one, unless it is an init container.
+        # Containers of the same pod pass cores on; a sidecar or an app container with replicas runs beside this one.
         others = [a for a in ledger.on(gpu) if a is not own and not (a.of_pod(caller.pod, caller.uid) and (a.init or a.by_ids))]
         if others:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")

@@ -17,8 +17,8 @@ NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 SUSPENDED, RESUMED, RESIZED = "GpuSuspended", "GpuResumed", "GpuResized"
 DEMANDED: Final = (SUSPENDED, RESUMED, RESIZED)
 
-#: "granted" and "refused" are decisions about a call of the kubelet; "freed" is the end of an allocation; "event" is another event of a pod
-#: (over its limit, evicted); "gpu" is a change of a GPU (lost, back, cordoned); "config" is a change of the settings file.
+#: granted, refused: a decision about a call of the kubelet. freed: the end of an allocation. event: another event of a pod (over its limit,
+#: evicted). gpu: a change of a GPU (lost, back, cordoned). config: a change of the settings file.
 What = Literal["granted", "refused", "freed", "event", "gpu", "config"]
 Call = Literal["prefer", "allocate", "pre_start", "prepare"]
 

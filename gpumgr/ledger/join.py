@@ -69,9 +69,8 @@ def _by_user(allocations: Collection[Allocation], pods: Iterable[PodView]) -> Ma
     return users
 
 
-#: The attributed processes of one sample, by allocation and GPU.
 Attributed = dict[AllocationOnGpu, list[GpuProcess]]
-#: GPU -> the container of each unknown process on it; None: the container is not known either.
+#: GPU -> the containers of unknown processes on it; None: not known either.
 Unknown = Mapping[GpuName, list[Container | None]]
 
 

@@ -12,8 +12,8 @@ Invariants (checked by `Ledger.violations`):
 6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
 7. MIG devices that were created for two pods never have a memory slice of a GPU in common.
 
-A resize changes how much a container may use; its grant stays. For what it may use beyond its ids, free ids of the GPU turn Unhealthy. What
-it may no longer use is available to resizes and bursts of other containers, but not to new containers.
+A resize changes how much a container may use; its grant stays. If it may use more than its ids, free ids of the GPU turn Unhealthy. If it
+may use less, resizes and bursts of other containers may use the difference, but no new container gets it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Containers of `nvidia.com/gpu`: chooses GPUs and one replica (id) of each, and grants them with the amounts that the container requests.
 
-* Each replica of a container is on a different GPU, except MIG devices. The container has the same amounts of each GPU.
+* Each replica of a container is on a different GPU, except MIG devices.
 * 100 cores are a whole GPU, with all its memory, without other pods on it. A container that requests no cores needs at least one free core
   on a GPU that it shares with other pods.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where the containers after it fit, too.

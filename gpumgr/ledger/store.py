@@ -34,7 +34,6 @@ from gpumgr.ledger.ledger import Change
 from gpumgr.ledger.tables import CorruptError, Loaded, checksum
 
 NAME: Final = "gpumgr.sqlite3"
-#: Suffixes of the files that sqlite creates beside a database in WAL mode.
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
@@ -44,7 +43,6 @@ _DISK: Final = "check the kernel log for disk errors"
 _BUSY: Final = "another program holds the file; only one agent may run on a node"
 _CORRUPT: Final = "start the agent again: it renames the file and rebuilds the ledger from the kubelet's state"
 
-#: Prefix of sqlite's name for an error -> what to do.
 _ADVICE: Final = {
     "SQLITE_FULL": _FULL,
     "SQLITE_READONLY": _ACCESS,
@@ -57,7 +55,7 @@ _ADVICE: Final = {
     "SQLITE_PROTOCOL": _BUSY,
 }
 
-#: A function for the writer thread, and the future of its result; None ends the thread.
+#: A function for the writer thread, and its result; None ends the thread.
 _Job = tuple[Callable[[], None], Future[None]] | None
 
 

@@ -19,7 +19,7 @@ from gpumgr.placement.pods import PodView
 #: only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 IN_PROGRESS: Final = ("suspending", "resuming")
-#: The first driver with these functions, and the first one that has them for processes on several GPUs.
+#: The first driver with these functions, and the first with them for processes on several GPUs.
 _FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
 _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
@@ -67,7 +67,7 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, state=state, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
-        """With a resume requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
+        """Has a resume requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
         return self if self.asked_at is not None else replace(self, asked_at=now)
 
 
@@ -163,7 +163,7 @@ def next_step(
     default_seconds: float,
 ) -> tuple[Step | None, str | None]:
     """What to do with a container (None: nothing), and why it is not suspended although its pod demands that. `view` None: its pod is not
-    known. `known`: its state on disk. `uses`: one for each of its GPUs. `now`: monotonic seconds."""
+    known. `known`: its state on disk. `now`: monotonic seconds."""
     if known is not None and known.state in IN_PROGRESS:
         return ("suspend" if known.state == "suspending" else "resume"), None
     if known is not None and known.away:

@@ -95,7 +95,7 @@ def sweep(
     for allocation_id in sorted(before, key=lambda each: before[each].init):
         a = ledger.allocations.get(allocation_id)
         if a is None or not a.device_ids:
-            continue  # freed when an earlier allocation was renamed; or a ResourceClaim's, which has no ids
+            continue  # freed by an earlier rename; or a ResourceClaim's, which has no ids
         named = _follower(before, ledger, _named(a, visible, find_pod, find_uid))
         if named != a:
             ledger = _with_name(ledger, named)
@@ -147,7 +147,7 @@ def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: Alloca
     """The ledger with names from `List` for allocations without a name, and for `latest`, which may have a guessed one."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
-        # Usually the entry of its own pod is sufficient, so the rest of the long list is not decoded.
+        # Usually its own pod's entry is sufficient; then the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)

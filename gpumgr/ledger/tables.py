@@ -33,7 +33,7 @@ class CorruptError(CheckpointError):
 
 
 def encode_allocation(allocation: Allocation) -> tuple[AllocationId, str, int]:
-    """(id, record, checksum). The record has only the fields that are not empty."""
+    """(id, record, checksum). The record lacks empty fields."""
     row = {name: value for name in _FIELDS if (value := getattr(allocation, name)) != getattr(_UNSET, name)}
     if allocation.device_ids:
         row["device_ids"] = {
@@ -100,7 +100,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a checkpoint. `history` is in order of time; `unreadable` counts its entries that were skipped.
 
     `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state; `why` gives the cause. A corrupt file was renamed to
-    `set_aside`; then `notes` has the readable ones of the notes that outlive the ledger, and `notes_lost` says that some may be missing.
+    `set_aside`. Then `notes` has only notes that outlive the ledger, and `notes_lost` says that some of these may be missing.
     """
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)

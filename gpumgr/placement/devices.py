@@ -107,8 +107,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that NVML lists but can't describe."""
-
     index: int
     uuid: str | None
     reason: str

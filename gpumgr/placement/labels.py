@@ -32,7 +32,7 @@ _CAPABILITIES: Final = {
     (10, 3): "B300 GB300",
 }
 _CAPABILITY_OF: Final = {model: capability for capability, models in _CAPABILITIES.items() for model in models.split()}
-#: Major number of the compute capability -> gpu-feature-discovery's name of the architecture, unless `_OWN_NAMES` has one.
+#: Major number -> gpu-feature-discovery's name of the architecture, unless `_OWN_NAMES` has one.
 _FAMILIES: Final = {5: "maxwell", 6: "pascal", 7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell"}
 _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
@@ -50,7 +50,7 @@ def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str]
 
 
 def model_label(model: str | None) -> str:
-    """As gpu-manager: the second word of at least three ("Tesla M40 24GB" gives M40), otherwise the whole model."""
+    """The second word of at least three, as in gpu-manager ("Tesla M40 24GB" gives M40); otherwise the whole model."""
     words = (model or "").split()
     return clean(words[1]) if len(words) > 2 else clean(model or "")
 

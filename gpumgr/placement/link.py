@@ -1,11 +1,10 @@
-"""link: chooses several whole GPUs. Source of the rule: docs/user-guide.md, "Placement".
+"""link: chooses several whole GPUs by the rule in docs/user-guide.md, "Placement".
 
 The choice is a set T of k entirely free GPUs. It has the highest score(T) plus the best score of a partition of the remaining free GPUs
-into sets of k (one may be shorter), so that these stay good for the next pod. Ties are decided by, in order: the higher score(T), the
-smaller enclosing topology group (closer level, then fewer free GPUs in it), the lowest indices.
+into sets of k (one may be shorter), so that these stay good for the next pod.
 
-The search is exact on every node of up to 12 GPUs and on boards of 16. On larger nodes with hardly any symmetry it exceeds STEP_LIMIT. Then
-a set is grown from each GPU: the GPU that adds most to the score is added next. The result is good, but not proven to be the best.
+On large nodes with hardly any symmetry the exact search exceeds STEP_LIMIT. Then a set is grown from each GPU: the GPU that adds most to
+the score is added next. The result is good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
 * GPUs with the same scores to all others form a class, so it matters only *how many* GPUs of each class a set has. A two-socket NVSwitch

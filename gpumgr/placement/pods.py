@@ -88,13 +88,13 @@ NO_RESIZE: Final = ResizeRequest()
 
 
 class PodView(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod of this node. `containers` are in the order in which the kubelet allocates: init containers and sidecars, then app
-    containers.
+    """One pod of this node; times are in unix seconds. `containers` are in the order in which the kubelet allocates: init containers and
+    sidecars, then app containers.
 
     From the status: `phase`, `reason`, `message` (a kubelet that refuses a pod sets them), and `started`: a container runs or has run, so
-    the kubelet has prepared the pod's claims. `deleted`: the pod is being deleted, but its containers may still run until `ends_at` (unix
-    seconds, by the API server's clock). `controlled`: a controller replaces the pod when it fails. `runtime_uid`: the UID of a static pod
-    in the kubelet and the runtime; its `uid` is the mirror pod's.
+    the kubelet has prepared the pod's claims. `deleted`: the pod is being deleted, but its containers may still run; `ends_at`: when its
+    grace period ends, by the API server's clock. `controlled`: a controller replaces the pod when it fails. `runtime_uid`: the UID of a
+    static pod in the kubelet and the runtime; its `uid` is the mirror pod's.
 
     From annotations: `core_limit` (`tencent.com/vcuda-core-limit`) in percent, 100 at most; `memory_limits` (`gpumgr.io/memory-limit`):
     containers and MiB; `suspend_when_idle_seconds`: 0.0 = never; `placed` (`gpumgr.io/placement`): container -> its GPUs, if the scheduler

@@ -96,8 +96,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_percent` of the GPU's memory. A GPU is charged with the memory divided by `memory_scaling`, and the cores divided by
     `core_scaling`.
 
-    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler has chosen it. It may have taken the percentage of
-    the free memory.
+    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler chose it. That scheduler may have taken the
+    percentage of the free memory.
     """
 
     count: int

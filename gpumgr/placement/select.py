@@ -1,10 +1,7 @@
 """Selects the evaluator of a request, and words the refusal of a request that fits nowhere. Pure.
 
-An evaluator chooses GPUs. share (1 to 99 cores): a part of one GPU. fragment (100): one whole GPU of the group that is nearly used up. link
-(200, 300, ...): several whole GPUs with the best connection. Each breaks every tie, so the agent and the scheduler choose the same.
-
-share has two policies: binpack takes the GPU with the fewest free cores, spread the one with the most. Ties are decided by the free memory
-blocks, then by the lowest index.
+An evaluator chooses GPUs: share a part of one GPU, fragment one whole GPU, link several (rules: docs/user-guide.md, "Placement"). Each
+breaks every tie, so the agent and the scheduler choose the same.
 """
 
 from collections.abc import Collection, Sequence

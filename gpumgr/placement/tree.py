@@ -1,4 +1,4 @@
-"""The topology tree: groups of GPUs for each PCIe level. Also renders the tree and the matrix as text and as plain data.
+"""The topology tree: groups of GPUs for each PCIe level. Also renders the tree and the matrix as text and data.
 
 A group at level L is a connected component of "joined by L or closer". It always has several children, so its name is the closest level
 that joins its GPUs. ROOT always exists, even above one group. NVLinks do not affect the tree.
@@ -90,7 +90,6 @@ def access_costs(root: Group) -> dict[int, int]:
 
 
 def indices(mask: int) -> tuple[int, ...]:
-    """The indices of the set bits, ascending."""
     found = []
     while mask:
         low = mask & -mask
