@@ -25,8 +25,7 @@ REASON_CHARACTERS: Final = 256
 
 
 class Cordon(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a GPU is out of service, since when (unix seconds). `draining`: the operator waits for the GPU's containers to end; `evict`:
-    their pods are evicted."""
+    """`since` is in unix seconds. `draining`: the operator waits for the GPU's containers to end; `evict`: their pods are evicted."""
 
     reason: str = ""
     since: float = 0.0

@@ -41,8 +41,8 @@ def is_share(allocation: Allocation) -> bool:
 def tenant_of(
     allocation: Allocation, gpu_registry: GpuRegistry, gpus: Mapping[GpuName, Gpu], view: PodView | None
 ) -> GpuShare | None:
-    """None if the allocation is no share (`is_share`), so that gpumgr does not limit it. `gpus`: the GPUs that the driver lists now;
-    `view`: the allocation's pod, if known."""
+    """The tenant of an allocation; None: it is no share (`is_share`), so gpumgr does not limit it. `gpus`: the GPUs that the driver lists
+    now; `view`: the allocation's pod, if known."""
     if not is_share(allocation):
         return None
     parts, spec = [], view.container(allocation.container) if view else None

@@ -65,8 +65,8 @@ class MigDevices:
         self._failed: dict[tuple[str, int], float] = {}
 
     def keep(self) -> None:
-        """Call it if the ledger was lost and is incomplete. Then MIG devices that this process has not created may have containers, and are
-        not destroyed."""
+        """Call it if the ledger was lost and is incomplete. Then only MIG devices that this process created are destroyed, because others
+        may have containers."""
         if not self._keeping:
             log.warning("mig_devices_kept", reason="the ledger was lost and is incomplete: containers may have MIG devices")
         self._keeping = True

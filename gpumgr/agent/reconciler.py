@@ -167,8 +167,8 @@ class Reconciler:
             return rebuilt
 
     async def learn(self) -> None:
-        """Calls `List` to learn the pod of a starting container, once no Allocate is expected. After LEARN_SECONDS it gives up; then the
-        start is refused, and the kubelet retries it."""
+        """Calls `List` to learn the pod of a starting container, once no Allocate is expected. After LEARN_SECONDS it gives up, and the
+        kubelet retries the refused start."""
         give_up_at = self._clock() + LEARN_SECONDS
         while self._clock() < give_up_at:
             await asyncio.sleep(min(GAP_SECONDS, max(0.0, self._quiet_until - self._clock())))

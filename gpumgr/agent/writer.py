@@ -54,7 +54,7 @@ class AgentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent:
-    """Calls for different resources may run at the same time."""
+    """Decides the calls of the device plugins. Calls for different resources may run at the same time."""
 
     def __init__(
         self,

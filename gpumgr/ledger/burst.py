@@ -56,9 +56,8 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing.
 
         Two conditions: `need_bytes` are free; and `guaranteed_bytes` are free beside what `containers` may still take, which is
-        `unused_bytes` plus `reach_bytes` (what their limits in force allow beyond that). The two amounts differ if the GPU's memory is
-        oversubscribed: only what the ledger counts is guaranteed, and the rest of the free memory goes to the container that takes it
-        first.
+        `unused_bytes` plus `reach_bytes` (what their limits in force allow beyond that). The two amounts differ on an oversubscribed GPU:
+        only what the ledger counts is guaranteed, and the container that takes the rest first gets it.
 
         While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused.
         """

@@ -93,7 +93,7 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """As decided at the grant: see Allocation."""
+    """How a container is limited, as decided at the grant: see Allocation."""
 
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None

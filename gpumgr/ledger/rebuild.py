@@ -295,8 +295,8 @@ def foreign(entries: Iterable[tuple[str, str, Iterable[str]]], known: Collection
 
 
 def names_of(entries: Iterable[tuple[str, str, frozenset[str]]], listing: Listing) -> Mapping[str, PodKey]:
-    """Pod UID -> pod, by the container and ids that an entry (UID, container, ids) of the kubelet's checkpoint and `listing` have in
-    common."""
+    """Pod UID -> pod. An entry (UID, container, ids) of the kubelet's checkpoint belongs to the pod of `listing` with the same container
+    and ids."""
     listed = {
         (container, frozenset(ids)): pod
         for pod in listing.pods

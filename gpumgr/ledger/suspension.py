@@ -67,13 +67,14 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, state=state, reason=reason, asked_at=asked_at)
 
     def asked(self, now: float) -> "Suspension":
-        """Has a resume requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
+        """A copy with a resume requested at `now`. An earlier request keeps its time, and so its place in the queue of resumes."""
         return self if self.asked_at is not None else replace(self, asked_at=now)
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """`pids`: the container's processes that use CUDA; `held`: they do not run now, or have an unknown state; `failed`: they can't go on.
-    `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it changed no process."""
+    """What an operation did. `pids`: the container's processes that use CUDA; `held`: they do not run now, or have an unknown state;
+    `failed`: they can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it changed no
+    process."""
 
     pids: Collection[int] = ()
     held: Collection[int] = ()
@@ -135,7 +136,7 @@ def idle_seconds_to_suspend(view: PodView | None, known: Suspension | None, defa
 
 
 class Activity(msgspec.Struct, frozen=True):
-    """`launches`: its kernel launches in the last sample; `at`: monotonic seconds."""
+    """When a container last worked (`at`, monotonic seconds), and its kernel launches in the last sample."""
 
     launches: int
     at: float

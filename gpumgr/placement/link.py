@@ -38,7 +38,7 @@ class TooManySets(Exception):
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
-    """The GPUs of a class, ascending, have the same kind and the same scores to all other `gpus`."""
+    """Classes of GPUs with the same kind and the same scores to all other `gpus`; both levels ascending."""
     classes: list[list[int]] = []
     for gpu in gpus:
         for members in classes:

@@ -142,8 +142,8 @@ def _fewest_first(mask: int) -> tuple[int, int]:
 
 
 def render_tree(topology: Topology, free: int | None = None, labels: Sequence[str] | None = None) -> str:
-    """One line for each node, `NAME:free GPUs:access cost` (0 for a group); children are under their group. `free`: mask of entirely free
-    GPUs, None = all; `labels`: the GPUs' names, None = GPU<row>."""
+    """The tree with one line for each group and GPU, `NAME:free GPUs:access cost` (0 for a group); children are under their group. `free`:
+    mask of entirely free GPUs, None = all; `labels`: the GPUs' names, None = GPU<row>."""
     return "\n".join(_lines(tree_data(topology, free, labels), 0))
 
 
