@@ -156,7 +156,7 @@ def read_objects(path: Path) -> tuple[Object, ...]:
 
 
 def parse_object(document: Mapping[str, Any], source: object) -> Object:
-    """Raises InputError, which names the `source`, the object and the key, if a part that is read does not have Kubernetes' structure."""
+    """Raises InputError, which names the `source`, the object and the key, if the structure is not Kubernetes'."""
     kind = document["kind"]
     try:
         return convert(_without_nulls(document), _CLASSES.get(kind, Object))

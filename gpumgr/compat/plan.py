@@ -79,8 +79,8 @@ def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
 
 
 def start_commands(node: str, to: Path, *, requirement: str = "", values: str = "", kustomize: str) -> Iterator[str]:
-    """The commands that check the settings file and start gpumgr on the node. `requirement`: a clause about what gpumgr's DaemonSet needs;
-    `values`: further options of `helm`; `kustomize`: what a kustomization needs instead of these options."""
+    """Check the settings file and start gpumgr. `requirement`: a clause about what gpumgr's DaemonSet needs; `values`: further options of
+    `helm`; `kustomize`: what a kustomization needs instead of these options."""
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{requirement}:"

@@ -143,8 +143,7 @@ class SimControl:
             _put_processes(facts, gpu, processes)
 
     def start_mps_server(self, gpu: int, pid: int) -> None:
-        """Starts an MPS server: the driver lists it as a compute process, like a real server with clients. Changes of other processes do
-        not affect the server and its clients."""
+        """Starts an MPS server, which the driver lists as a compute process, like a real one with clients."""
         self._set(("mpsserver", str(gpu), str(pid)), str(_MPS_SERVER_BYTES))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:

@@ -2,7 +2,8 @@
 
 It behaves like one version of the kubelet (kubelet_pods.SUPPORTED). Below a folder it serves `device-plugins/kubelet.sock` and
 `pod-resources/kubelet.sock`, and writes the device manager's checkpoint. It admits one pod at a time, with the real order of calls and
-choices."""
+choices.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +40,8 @@ class SimKubelet:
 
     `shape`: the simulated version. `register_error`: Register fails with this text. `register_hangs`: Register never answers.
     `notices_ends`: while not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: by UID, of each admitted
-    pod that was not deleted. `calls`: the calls to plugins for containers."""
+    pod that was not deleted. `calls`: the calls to plugins for containers.
+    """
 
     def __init__(
         self,
@@ -153,8 +155,8 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Calls PreStartContainer for each resource, and returns what the runtime would get; if two answers have the same key, the first
-        one counts. Raises SimKubeletError; a real kubelet would retry."""
+        """Calls PreStartContainer for each resource, and returns what the runtime would get. If two answers have the same
+        key, the first one counts. Raises SimKubeletError."""
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
         holdings = self._devices.held.get(pod.uid, {}).get(name, {}).values()

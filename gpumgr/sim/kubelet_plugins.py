@@ -1,7 +1,8 @@
 """The simulated kubelet's connections: the Registration service, a client for each registered device plugin, and the PodResources service.
 
 Source: pkg/kubelet/cm/devicemanager: plugin/v1beta1 of kubelets 1.35 and 1.37, and endpoint.go before 1.25. Errors have the texts of
-grpc-go."""
+grpc-go.
+"""
 
 import asyncio
 import contextlib

@@ -4,9 +4,9 @@ A prepared folder has `libnvidia-ml.so.1` (a copy, because the library finds its
 first fault, `sys/`, and with processes `proc/` and `cgroup/`. A process that loads this library, by `library_path` or LD_LIBRARY_PATH, sees
 the node.
 
-`proc` and `cgroup` have only what the agent reads: PID/stat has state and start time, PID/cgroup the cgroup, `mounts` the mount point of
-the hierarchy (v2), and each cgroup `cgroup.procs` (sources: proc(5), cgroups(7)). As in the kernel, a process appears and disappears
-atomically."""
+`proc` and `cgroup` have only what the agent reads (sources: proc(5), cgroups(7)): PID/stat with state and start time, PID/cgroup, `mounts`
+with the hierarchy (v2), and each cgroup's `cgroup.procs`. As in the kernel, a process appears and disappears atomically.
+"""
 
 import itertools
 import os

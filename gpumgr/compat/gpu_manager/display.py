@@ -131,8 +131,7 @@ Answer = TypeVar("Answer", GraphResponse, UsageResponse, VersionResponse)
 
 class GpuDisplay:
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. Each call of the service calls them, on the
-        event loop."""
+        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. The service calls both on the event loop."""
         self._graph, self._usage, self._version = graph, usage, version
 
     def __mapping__(self) -> dict[str, Method]:
@@ -160,10 +159,8 @@ def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
 
 
 class DisplayServer:
-    """Serves `display` on the unix socket `path`, once. Create it inside the event loop.
-
-    Only root may connect, because the answers name every pod on the node. (In gpu-manager the umask decides.)
-    """
+    """Serves `display` on the unix socket `path`, once. Create it inside the event loop. Only root may connect, because the answers name
+    every pod on the node."""
 
     def __init__(self, path: Path, display: GpuDisplay) -> None:
         self.path: Final = path
@@ -171,8 +168,7 @@ class DisplayServer:
         self._socket = UnixSocket(path)
 
     async def start(self) -> bool:
-        """Returns whether it listens; if not, it has logged a warning and the agent runs without this service. An abandoned socket is
-        replaced."""
+        """Returns False, with a warning in the log, if it can't listen; the agent then runs without it. Replaces an abandoned socket."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             await self._server.start(sock=self._socket.bind(), backlog=_BACKLOG)
@@ -190,6 +186,6 @@ class DisplayServer:
         return True
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
-        """Lets running calls end, disconnects clients, and removes the socket if it is still this one. May be called at any time."""
+        """Lets running calls end, disconnects clients, and removes the socket if it is still the same."""
         self._socket.remove()
         await self._server.drain(grace_seconds)

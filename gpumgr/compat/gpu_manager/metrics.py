@@ -1,8 +1,7 @@
 """gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and MiB, requests in GPUs and MiB.
 
-Source: gpu-manager's display service. Use has a series for each GPU and one called `total`; requests have only `total`. Each container of a
-pod that requests GPUs has a request, 0 if it requests none; init containers have no series. A request without memory counts with the
-memory that was granted.
+Source: gpu-manager's display service. Use has a series for each GPU and one called `total`; requests have only `total`. If a pod requests
+GPUs, each of its containers except init containers has a request, which may be 0. Without requested memory the granted memory counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

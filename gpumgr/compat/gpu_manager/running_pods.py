@@ -41,11 +41,11 @@ class TakeOver:
     """Migrates the records of gpu-manager's checkpoint to the ledger, even if the driver lists their GPUs late. Records of ended pods are
     skipped.
 
-    No device is offered while a container runs with ids of gpu-manager and no record names its GPU, because that GPU could be granted
-    twice. The agent offers devices when these containers have ended, or after a restart with a readable file.
+    While a container runs with ids of gpu-manager and no record names its GPU, no device is offered, because that GPU could be granted
+    twice.
 
-    `remember` saves that the migration is finished; it may raise CheckpointError. None: an earlier process has finished the migration, so
-    there is work only if gpu-manager has run again. `clock`: monotonic seconds.
+    `remember` saves that the migration is finished; it may raise CheckpointError. None: an earlier process has finished it, so there is
+    work only if gpu-manager has run again. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -158,11 +158,8 @@ class TakeOver:
         await self._note()
 
     async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
-        """The records of pods that have not ended, as far as the kubelet's checkpoint and the API server show.
-
-        The kubelet's checkpoint may still list ended pods. After the migration, a record therefore counts only if its container is not in
-        the ledger and runs.
-        """
+        """The records of pods that have not ended, as far as the kubelet's checkpoint and the API server show. After the migration, only
+        records of running containers that are not in the ledger, because the kubelet's checkpoint may still list ended pods."""
         await self._wait_for_pods()
         uids = pods_with_devices(self._entries)
         kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
@@ -204,7 +201,6 @@ class TakeOver:
             log.error("not_taken_over", error=str(error))
 
     def _gone(self, uid: str) -> bool:
-        """Whether the API server shows that the pod has ended or does not exist."""
         view = find_pod(self._pods, None, uid)
         return view.ended if view is not None else self._pods.synced
 
@@ -234,7 +230,7 @@ class TakeOver:
         return running
 
     def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
-        """The text for the node's condition, which names only some containers. The log event, written once, names all."""
+        """For the node's condition, with some containers. The log event, written once, names all."""
         problem = (
             f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
             "this is known, since the same GPU could be granted twice"
@@ -246,7 +242,7 @@ class TakeOver:
 
 
 def listed(holders: Mapping[tuple[str, str], PodKey | None]) -> str:
-    """The first of these containers as text. A pod without a known name appears with its UID."""
+    """The first of these containers as text, with the pod's UID if its name is not known."""
     texts = list(_texts(holders))
     return ", ".join(texts[:_NAMED]) + (f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else "")
 

@@ -1,8 +1,8 @@
 """Plans the move of a node from gpu-manager to gpumgr. The plan needs gpu-manager's flags: from a text, from the running process, or from
 the manifest of its DaemonSet.
 
-Source for the flags of its image: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5. gpumgr reads gpu-manager's checkpoint
-once, at its first start, and never writes it, so running containers keep their GPUs and a way back exists.
+Source of its image's flags: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5. gpumgr reads gpu-manager's checkpoint once
+and never writes it, so running containers keep their GPUs, and there is a way back.
 """
 
 import os
@@ -36,17 +36,14 @@ _FILES: Final = ("extra-config", "volume-config")
 
 
 class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
-    """gpu-manager's DaemonSet. `selector`: the labels of the nodes on which it runs."""
-
     namespace: str = "kube-system"
     name: str = "gpu-manager-daemonset"
     selector: Mapping[str, str] = msgspec.field(default_factory=lambda: {"nvidia-device-enable": "enable"})
 
 
 class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """`flags`: (name, text); a later one overrides an earlier one of the same name. `root`: where gpu-manager's file system is visible from
-    here. `daemon_set` None: gpu-manager runs as a service of the host, or this is not known. `pid` None: no running process was looked for
-    or found."""
+    """`flags`: (name, text); the last one of a name counts. `root`: where gpu-manager's file system is visible from here. `daemon_set`
+    None: a service of the host, or not known. `pid` None: no running process is known."""
 
     flags: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -124,7 +121,7 @@ def _command_words(container: KubernetesContainer) -> list[str] | None:
 
 
 def _resolved(words: Sequence[str], values: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """(flags with variables replaced, notes about flags that are left out because the manifest lacks the variable's value)."""
+    """(flags with variables replaced, notes about flags with variables that the manifest does not define)."""
     argv: list[str] = []
     notes: list[str] = []
     for word in words:

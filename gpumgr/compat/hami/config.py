@@ -83,8 +83,6 @@ _HOOK_PATH: Final = Path("/usr/local")
 
 
 class _File(msgspec.Struct):
-    """device-config.yaml has `nvidia`; config.json has `nodeconfig`."""
-
     nvidia: dict[str, Any] | None = None
     nodeconfig: list[dict[str, Any]] | None = None
 

@@ -129,8 +129,7 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """(containers that the agent adopts, reasons why it can't adopt others). An Allocation has the amounts that HAMi's scheduler chose, by
-    the GPU's UUID."""
+    """(containers that the agent adopts, reasons why it can't adopt others). Each has the amounts that HAMi's scheduler chose, by UUID."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):

@@ -83,7 +83,6 @@ class SimulatedNode:
         await self.until_offered()
 
     async def until_offered(self) -> None:
-        """Returns when both resources are registered and have a healthy id. Raises AgentEndedError."""
         await self.agent.while_running(self._offered())
 
     async def _offered(self) -> None:
@@ -251,8 +250,7 @@ async def open_node(
     """A node; `start_agent` starts its agent. Everything ends at the exit. The path of `folder` must be short, because unix sockets in it
     may have paths of at most 107 bytes.
 
-    `settings` override the node's own; `command` starts the agent; `runtime`, which must not be started yet, replaces the default one with
-    simulated processes.
+    `settings` override the node's own; `command` starts the agent; `runtime` (not started yet) replaces the default one.
     """
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))

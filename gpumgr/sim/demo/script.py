@@ -223,7 +223,6 @@ class Script:
         return await self._node.run(self._pods[name])
 
     async def _granted_to(self, name: str, *containers: SimContainer) -> frozenset[GpuName]:
-        """Runs a new pod, and returns its GPUs. The pod must be Running, and the ledger must have the same GPUs for it."""
         status = await self._run(name, *containers)
         _expect(status.phase == "Running", f"pod {name} is {status.phase}: {status.message}")
         names = self._node.gpus_of(self._pods[name])

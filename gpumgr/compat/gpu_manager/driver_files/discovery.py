@@ -112,8 +112,8 @@ def _machine(flags: str) -> str | None:
 
 
 def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Source, ...]:
-    """The root's libraries with names that begin with one of `prefixes`, in the loader's order. Libraries for a machine that is not in
-    `machines` are left out if the cache shows the machine. Raises OSError, DriverFilesError."""
+    """The root's libraries with names that begin with one of `prefixes`, in the loader's order; without libraries that the cache lists for
+    another machine than `machines`. Raises OSError, DriverFilesError."""
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
     # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
@@ -177,7 +177,7 @@ class VolumeSources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver's files below one root, so all of them belong to the same driver."""
+    """The driver's files below one root."""
 
     root: Path
     libraries: tuple[Source, ...]
@@ -213,7 +213,7 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
 
 
 def inspect(path: Path, name: str, *, names: Iterable[str] = ()) -> Source:
-    """`name`: the file's name in the mirror. Raises OSError, and DriverFilesError if it is not a regular file."""
+    """`name`: in the mirror. Raises OSError, DriverFilesError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")

@@ -67,9 +67,7 @@ _Wanted = dict[Path, VolumePlan]
 
 class DriverMirror:
     """Updates and prunes the mirror. Concurrent calls run one after another; a call completes even if its caller is cancelled.
-
-    `share_dir`, `whole_dir`: the links to the volumes for shares and for whole GPUs. The library vcuda runs the program gpu-client in
-    containers; it is the file in the setting `client_path`, else an installed one that volume.conf lists.
+    `share_dir`, `whole_dir`: the links to the volumes for shares and for whole GPUs.
     """
 
     def __init__(
@@ -239,10 +237,8 @@ def versions_in(mountinfo: str) -> frozenset[str]:
 
 
 def versions_in_use(proc_root: Path) -> frozenset[str]:
-    """The versions of the mirror that any process has mounted. `proc_root` must show the host's processes.
-
-    Raises DriverFilesError if a process is hidden, because any version may then be in use.
-    """
+    """The versions of the mirror that any of the host's processes has mounted. Raises DriverFilesError if a process is hidden, because any
+    version may then be in use."""
     try:
         return frozenset[str]().union(*map(versions_in, mount_tables(proc_root)))
     except OSError as error:

@@ -4,9 +4,8 @@ version.
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
-A version is complete and durable before a link points to it, and never changes. A container's mount follows the link when the container
-starts, so the container keeps that version. The modification time of a version's folder is when it was last in use. The functions must not
-run at the same time.
+A version is complete and durable before a link points to it, and never changes. A container keeps the version to which the link leads at
+the container's start. The modification time of a version's folder is when it was last in use. The functions must not run at the same time.
 """
 
 import errno
@@ -91,7 +90,6 @@ def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
 
 
 def is_current(place: Path, plan: VolumePlan) -> bool:
-    """Whether the version's folder has all files and links of the plan. Compares sizes, not contents."""
     volume = place / plan.volume
     try:
         files = all(

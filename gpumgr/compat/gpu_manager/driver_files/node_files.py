@@ -68,7 +68,6 @@ class NodeDriverFiles:
                 log.warning("driver_files_not_removed", error=str(error))
 
     def vcuda_obstacle(self) -> str | None:
-        """Why the backend vcuda can't be used; None if its files are mirrored."""
         if self._made is not None and self._made.share_dir is not None:
             return None
         return self._vcuda_error or self._error or "the driver's files are not mirrored yet"
@@ -106,7 +105,7 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """Whether a mirror is needed. While the way of the files is undecided, only the library of vcuda needs one."""
+        """Whether a mirror is needed. While it is undecided how containers get the files, only vcuda's library needs one."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)

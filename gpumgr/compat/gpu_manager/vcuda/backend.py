@@ -45,8 +45,9 @@ class ImageCheck:
     """Finds containers with a newer CUDA in the image than the library supports. NVIDIA's images declare it in their environment:
     CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
 
-    `environment_of` returns the environment of a process. A container controls its size and content, and can make the call hang, so the
-    call runs on a thread of its own."""
+    `environment_of`: process -> its environment. A container controls its size and content, and can make the call hang, so it runs on a
+    thread of its own.
+    """
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
@@ -88,7 +89,7 @@ _CLOSE_GRACE_SECONDS: Final = 1.0
 
 class VcudaBackend(Backend):
     """`container_of`: process -> its container. `pids_of`: container -> its processes. `driver_files_obstacle` returns why containers don't
-    get the library, None if they get it. `environment_of` returns the environment of a process.
+    get the library, or None. `environment_of`: process -> its environment.
     """
 
     name: BackendName = "vcuda"

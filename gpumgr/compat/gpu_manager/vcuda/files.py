@@ -9,8 +9,8 @@ a container can lock a file that it can only read, and would block the agent.
 `pids.config` is an array of int32, the host's pids, without a header. The library reads at most 1,024, searches them by bisection (so they
 must ascend), and counts only their GPU memory. With an empty file it limits nothing.
 
-gpu-client.c is the static program by which processes register. gpumgr's image may contain it compiled, beside this module; otherwise `cc`
-compiles it on the node, once.
+Processes register by gpu-client.c, a static program. gpumgr's image may contain it compiled beside this module; otherwise `cc` compiles it
+on the node.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ INIT_PID: Final = 1
 def pack_config(tenant: GpuShare) -> bytes:
     """The content of vcuda.config, the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
-    hard_limit is 1 without a soft limit. With a soft limit the container may use cores up to that limit while others are idle. The library
-    passes uid and name to gpu-client, which requires both, so the allocation's id replaces a missing one; the agent trusts neither.
+    Without a soft limit the cores are a hard limit (hard_limit 1). With one, the container may use cores up to it while others are idle.
+    The library passes uid and name to gpu-client, which requires both, so the allocation's id replaces a missing one.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(
@@ -124,10 +124,7 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-static", "-s", "-Wall", "-Wextra")
 
 
 def build_client(folder: Path) -> Path:
-    """The program's path: in the image, else in `folder`, where the first call compiles it (blocks for about a second).
-
-    Raises InputError without a C compiler or a static libc, or if the folder can't be written.
-    """
+    """The program's path: in the image, else in `folder`, where the first call compiles it (blocks for a second). Raises InputError."""
     if _COMPILED.exists():
         return _COMPILED
     needs, remedy = "a static libc", "set vcuda.client_path to a compiled one"

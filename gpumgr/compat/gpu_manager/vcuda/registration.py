@@ -1,9 +1,9 @@
 """The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it before a process uses CUDA for the first time.
 
-Containers are not trusted, so the message is not read. The socket identifies the allocation, and the kernel gives the pid of the caller.
-The cgroup of that process gives its container, which is compared with the names that the kubelet gave. If a name is missing, the process
-must have the allocation's folder mounted (for example an init container while the agent has no API server). A refusal is a gRPC status
-with a sentence."""
+Containers are not trusted, so the message is not read. The socket identifies the allocation, the kernel the calling process, and its cgroup
+the container, which is compared with the kubelet's names of pod and container. If a name is missing (without an API server the agent does
+not know the names of init containers), the process must have the allocation's folder mounted.
+"""
 
 import asyncio
 import socket

@@ -39,10 +39,8 @@ _CHECKED: Final = H2Configuration(client_side=False, header_encoding="ascii")
 
 
 class RegistrationListener(DrainingServer):
-    """Serves `service` at `path`, once: a new socket needs a new listener. The socket's file stays when the listener ends; a restarted
-    agent replaces it.
-
-    The clients are not trusted, so h2 checks their headers, and each gets little memory.
+    """Serves `service` at `path`, once. The socket's file stays when the listener ends; a restarted agent replaces it. The clients are not
+    trusted, so h2 checks their headers, and each gets little memory.
     """
 
     def __init__(self, path: Path, service: Any) -> None:
@@ -147,10 +145,8 @@ class ContainerSlot:
                 files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def update(self, running: RunningContainer) -> None:
-        """Updates both files. Raises GpumgrError for names that do not fit or if the cgroup can't be read, and OSError.
-
-        The pids are listed again, because a process may have registered after `running` was listed, and must stay in the file.
-        """
+        """Updates both files. The pids are listed again, because a process may have registered after `running` was listed, and must stay
+        in the file. Raises GpumgrError, OSError."""
         with self._lock:
             self.tenant = running.tenant
             self._on_gpu = running.gpu_pids
@@ -159,8 +155,7 @@ class ContainerSlot:
             self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
 
     def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
-        """Adds clients that wait for the answer, and their parents, which are the programs that will use the GPU. `containers`: the
-        clients' containers by id. Raises OSError."""
+        """Adds `clients` and their parents, the programs that will use the GPU. `containers`: the clients', by id. Raises OSError."""
         with self._lock:
             parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
             self._registered |= parents.union(clients)
@@ -211,10 +206,9 @@ class _Registration(msgspec.Struct):
 
 
 class RegistrationBatches:
-    """Registers the processes of all containers in batches, one at a time, on a thread.
+    """Registers the processes of all containers in batches on a thread. A batch lists each container's processes once.
 
-    A call during a batch joins the next one, which lists the container's processes after the call, and so lists the caller. A batch lists
-    each container's processes once, for all its callers.
+    A call during a batch joins the next one, so the processes are listed after the call and include the caller.
     """
 
     def __init__(self) -> None:
