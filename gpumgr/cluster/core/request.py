@@ -218,11 +218,15 @@ def too_many(containers: int) -> str | None:
 
 def _container_request(wanted: ContainerSpec) -> ContainerRequest:
     """Raises Refusal."""
+    problem = None
     if (replica := wanted.replicas) is not None:
         problem = replica.problem
         made = ContainerRequest(kind=wanted.kind, gpus=replica.count, cores_per_gpu=replica.cores, replica=replica)
     else:
-        problem = _problem(wanted)
+        try:
+            check_request(wanted.cores, wanted.memory_blocks)
+        except Refusal as error:
+            problem = str(error)
         gpus, memory = max(1, wanted.cores // CORES_PER_GPU), wanted.memory_blocks * BLOCK_MEBIBYTES
         made = ContainerRequest(kind=wanted.kind, gpus=gpus, cores_per_gpu=wanted.cores // gpus, memory_mebibytes=memory)
     if not problem and made.gpus > MAX_GPUS:
@@ -230,14 +234,6 @@ def _container_request(wanted: ContainerSpec) -> ContainerRequest:
     if problem:
         raise Refusal("invalid_request", f"container {wanted.name}: {problem}")
     return made
-
-
-def _problem(wanted: ContainerSpec) -> str | None:
-    try:
-        check_request(wanted.cores, wanted.memory_blocks)
-    except Refusal as error:
-        return str(error)
-    return None
 
 
 def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]:

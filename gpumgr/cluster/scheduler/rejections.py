@@ -20,7 +20,7 @@ from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common import aio
-from gpumgr.common.aio import in_slices
+from gpumgr.common.aio import LogPace, in_slices
 from gpumgr.kube.client import API_FAILURES, ApiServer, failure_text
 
 _log = structlog.get_logger(__name__)
@@ -113,7 +113,7 @@ async def retry_waiting_pods(
     server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 0.5
 ) -> NoReturn:
     """A daemon. `own_pod`: the path of this process's pod. One pod at a time is enough: its binding is an event, too."""
-    logged = ""
+    failures = LogPace()
     while True:
         await asyncio.sleep(period_seconds)
         if (pod := await retryable()) is None:
@@ -122,8 +122,7 @@ async def retry_waiting_pods(
         try:
             await server.send("PATCH", own_pod, {"metadata": {"annotations": {RETRIED_ANNOTATION: now}}})
             _log.info("waiting_pods_retried", pod=f"{pod.namespace}/{pod.name}", pod_uid=pod.uid)
-            logged = ""
         except API_FAILURES as error:
-            if (text := failure_text(error)) != logged:
-                logged = text
-                _log.warning("waiting_pods_not_retried", error=text, consequence="kube-scheduler tries them at the next event")
+            if failures.due():
+                consequence = "kube-scheduler tries them at the next event"
+                _log.warning("waiting_pods_not_retried", error=failure_text(error), consequence=consequence)

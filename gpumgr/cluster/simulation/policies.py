@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from math import exp
 from operator import or_
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from msgspec.structs import replace
 
@@ -47,7 +47,7 @@ class _Fitting:
         self.ordered = sorted(key(each, position) for position, each in enumerate(self.scores) if each is not None)
         self._seen = len(cluster.changes)
 
-    def update(self) -> None:
+    def update(self) -> Self:
         for position in self._cluster.changed(self._seen):
             before, after = self.scores[position], self._scored(self._cluster.nodes[position])
             if before == after:
@@ -61,6 +61,7 @@ class _Fitting:
             if new is not None:
                 insort(self.ordered, new)
         self._seen = len(self._cluster.changes)
+        return self
 
     def _scored(self, node: Node) -> float | None:
         return self._score(node, self._shape) if node.hosts(self._shape) else None
@@ -68,13 +69,7 @@ class _Fitting:
 
 def _fitting(cluster: Cluster, score: Score, key: _MakeKey) -> Callable[[Shape], _Fitting]:
     known = lru_cache(MAX_SHAPES)(lambda shape: _Fitting(cluster, shape, score, key))
-
-    def fitting(shape: Shape) -> _Fitting:
-        found = known(shape)
-        found.update()
-        return found
-
-    return fitting
+    return lambda shape: known(shape).update()
 
 
 def score_policy(cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> Find:
