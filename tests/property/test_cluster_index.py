@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
@@ -126,7 +126,7 @@ class Cluster(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(NAMES))
             self.index.remove(uid)
             choice = self.index.choose_on(name, uid, self.pending[uid], "binpack")
-            if isinstance(choice, Misfit):
+            if not isinstance(choice, NodeChoice):
                 return
             shares = named_shares(self.nodes[name], choice)
             placed = PlacedPod(uid=uid, node=name, request=self.pending[uid], shares=shares)

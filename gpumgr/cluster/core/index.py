@@ -244,10 +244,13 @@ class ClusterIndex:
         without = self.used_without(pod.node, pod.uid)
         return all(node.state.gpus[gpu].has_room(without[gpu], amounts) for gpu, amounts in taken.items())
 
-    def choose_on(self, name: str, uid: str, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-        """A choice on this node, as if the pod had nothing there yet."""
-        node = self.node(name)
-        return choose(node, self.used_without(name, uid), request, policy) if node is not None else Misfit(container=None)
+    def choose_on(
+        self, name: str, uid: str, request: PodRequest, policy: Policy, namespace: str = ""
+    ) -> NodeChoice | Misfit | Rejection:
+        """A choice on this node within the quota of the namespace, as if the pod had nothing there yet."""
+        if (node := self.node(name)) is None:
+            return Misfit(container=None)
+        return self.quotas.choose(namespace, node, self.used_without(name, uid), request, policy)
 
     def used_without(self, name: str, uid: str) -> Used:
         """What `used` would be without this pod."""

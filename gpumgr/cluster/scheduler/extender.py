@@ -189,8 +189,7 @@ class Extender:
             await in_slices(self._index.settling())
             await in_slices(question.examine(names, None, reasons=False))
             ordered = question.order(names)
-            count = len(ordered)
-            scores.update(zip(ordered, [MAX_SCORE - MAX_SCORE * place // count for place in range(count)], strict=True))
+            scores |= {name: MAX_SCORE - MAX_SCORE * place // len(ordered) for place, name in enumerate(ordered)}
         return list(map(HostPriority, scores, scores.values()))
 
     async def bind(self, args: BindArgs) -> BindResult:
@@ -318,18 +317,16 @@ class Extender:
         if placed is not None and placed.node == node and placed.request == pod.request and (sent or self._index.fits(placed)):
             return placed
         self._forget(pod.uid)
-        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
-        if (state := self._index.node(node)) is not None:
-            policy = pod.policy or self._settings.policy
-            choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
-            if not isinstance(choice, NodeChoice):
-                with self._preemption.without_lower(pod.priority):
-                    choice = self._quotas.choose(pod.namespace, state, self._index.used(node), pod.request, policy)
+        wanted = pod.uid, pod.request, pod.policy or self._settings.policy, pod.namespace
+        choice = self._index.choose_on(node, *wanted)
+        if not isinstance(choice, NodeChoice):
+            with self._preemption.without_lower(pod.priority):
+                choice = self._index.choose_on(node, *wanted)
         if isinstance(choice, Rejection):
             raise BindingError(choice.text)
         if isinstance(choice, Misfit):
             raise BindingError(f"node {node} {explain([(1, node, choice)])}")
-        return placed_pod(pod, state, choice)
+        return placed_pod(pod, self._index.node(node), choice)
 
     async def _read_pod(self, namespace: str, name: str, uid: str) -> WatchedPod:
         """Raises BindingError, which is `uncertain` unless this pod has ended or does not exist."""

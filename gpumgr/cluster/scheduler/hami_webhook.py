@@ -110,26 +110,21 @@ def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> we
     async def review(request: web.Request) -> web.Response:
         try:
             async with bodies.of(request) as body:
-                return await _reviewed(body, hami, settings)
+                asked = (await decode_answer(body, dict[str, Any]))["request"]
+            refused = refusal(asked["object"], hami)
+            patch = patches(asked["object"], hami, settings) if refused is None else []
+            response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
         except web.HTTPRequestEntityTooLarge:
             return web.Response(status=413, text=f"the AdmissionReview has more than {MOST_BYTES} bytes; shorten the pod\n")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
+        if refused is not None:
+            response["status"] = {"code": 422, "reason": "Invalid", "message": refused}
+        if patch:
+            response |= {"patchType": "JSONPatch", "patch": b64encode(msgspec.json.encode(patch)).decode()}
+        answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     application = web.Application()
     application.add_routes([web.post(PATH, review)])
     return application
-
-
-async def _reviewed(body: bytes, hami: ReplicaResources, settings: WebhookSettings) -> web.Response:
-    try:
-        asked = (await decode_answer(body, dict[str, Any]))["request"]
-        refused = refusal(asked["object"], hami)
-        patch = patches(asked["object"], hami, settings) if refused is None else []
-        response: dict[str, Any] = {"uid": asked["uid"], "allowed": refused is None}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return web.Response(status=400, text=f"the body is no AdmissionReview of a pod: {type(error).__name__}: {error}\n")
-    if refused is not None:
-        response["status"] = {"code": 422, "reason": "Invalid", "message": refused}
-    if patch:
-        response |= {"patchType": "JSONPatch", "patch": b64encode(msgspec.json.encode(patch)).decode()}
-    answer = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

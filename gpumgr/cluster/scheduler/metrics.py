@@ -5,7 +5,7 @@ Every label has a bounded set of values: verbs, outcomes and reasons are fixed, 
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, get_args
 
 from aiohttp import web
@@ -114,9 +114,6 @@ class SchedulerMetrics:
         """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the rows
         first."""
         totals = await self._rows.totals()
-        return scraped([*self._gauges(waiting, totals), *map(render_metric, self._registry.collect())])
-
-    def _gauges(self, waiting: Counter[Kind | None], totals: Totals) -> Iterator[RenderedFamily]:
         inventories = Counter(node.inventory for node in self._rows.nodes.values())
         leads = self._leader()
         families: dict[Family, Samples] = {
@@ -129,7 +126,7 @@ class SchedulerMetrics:
             _CORES: _by_model(totals, "cores", PARTS, 0.01),
             _MEMORY: _by_model(totals, "memory", PARTS, 1 << 20),
         }
-        return render_all(families)
+        return scraped([*render_all(families), *map(render_metric, self._registry.collect())])
 
 
 def outcome_of(result: object) -> str:

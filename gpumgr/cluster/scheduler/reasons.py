@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.explain import explain, memory_text
 from gpumgr.cluster.core.node import covers
 from gpumgr.cluster.core.question import Question
@@ -96,11 +96,7 @@ class WaitingReasons:
         if not covers(sums, wanted := pod.request.in_total):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack
-        node = self._index.node(name)
-        choice: NodeChoice | Misfit | Rejection = Misfit(container=None)
-        if node is not None:
-            used, policy = self._index.used_without(name, pod.uid), pod.policy or self._policy
-            choice = self._quotas.choose(pod.namespace, node, used, pod.request, policy)
+        choice = self._index.choose_on(name, pod.uid, pod.request, pod.policy or self._policy, pod.namespace)
         if isinstance(choice, Rejection):
             return f"denied by quota: {choice.text}", "", 0.0
         if not isinstance(choice, Misfit):

@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.choose import Misfit
+from gpumgr.cluster.core.choose import Misfit, NodeChoice
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
@@ -120,6 +120,7 @@ class LiveCluster:
         choice = self.index.choose_on(name, pod.uid, pod.request, pod.policy or self.policy)
         if isinstance(choice, Misfit):
             return explain([(1, name, choice)])
+        assert isinstance(choice, NodeChoice), "there are no quotas"
         return Spot(name, named_shares(self.nodes[name].state, choice))
 
     def holds(self, pod: LivePod, spot: Spot) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core import index as index_module
 from gpumgr.cluster.core import shape
-from gpumgr.cluster.core.choose import NodeChoice, choose
+from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, covers
@@ -303,7 +303,7 @@ def brute_force(
             alone.settle()
             fits.append((Shape(wanted, policy, alone.profiles, keep=False).rank_on(name, found), name))
         else:
-            misfits.append((1, name, found))
+            misfits.append((1, name, expect(Misfit, found)))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
 
 
