@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 #: The pause between calls of `List` that only confirm the order of the kubelet's calls.
 SPARE_LOOK_SECONDS = 0.05
-#: A call for replicas may wait this long for its pod, even if kubernetes.pod_wait_milliseconds is less: without the pod it must be refused.
+#: A call for replicas may wait this long for its pod (kubernetes.pod_wait_milliseconds may be less), because it is refused without.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time.
 FOLLOWS_SECONDS = 1.0
@@ -45,7 +45,7 @@ LIST_PAUSE_SECONDS = 0.25
 
 
 class ListFailedError(Refusal):
-    """Only `List` can show which pod a call is for, and it failed. The ledger has not changed."""
+    """Only `List` can show which pod a call is for, and it failed."""
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ class Admission:
         self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
 
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
-        """Call it when the kubelet has restarted: for `incomplete_seconds` a pod that `List` lacks may still run."""
+        """For `incomplete_seconds` after the restart a pod that `List` lacks may still run."""
         self._incomplete_until = self._clock() + incomplete_seconds
         # A restarted kubelet admits a refused pod again if the API server does not know yet that the pod has failed.
         self._refused = frozenset()
@@ -186,8 +186,7 @@ class Admission:
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The UID on record may be of an earlier pod with this name. Once the pod's own UID is known, the pod must not count as newly
-            # listed.
+            # The UID on record may be an earlier pod's. Once the pod's own UID is known, it must not count as newly listed.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
@@ -210,7 +209,7 @@ class Admission:
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
         kept = [a for a in absent.values() if not ended[a.id]]
-        # A listed pod without the ids on record may be a new pod under an old name; the cache may not have its UID yet.
+        # A listed pod without the ids on record may be a new pod under an old name.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
         for pod in self._seen.keys() & renewed:

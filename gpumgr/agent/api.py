@@ -20,7 +20,7 @@ from gpumgr.placement.pods import PodKey
 
 #: A key of the checkpoint's notes.
 CORDONS_NOTE: Final = "cordons"
-#: A refusal contains the reason and becomes an event's message, which gpumgr cuts at 1024 bytes. A longer reason would displace the rest.
+#: A refusal with the reason becomes an event's message, which gpumgr cuts at 1024 bytes.
 REASON_CHARACTERS: Final = 256
 
 

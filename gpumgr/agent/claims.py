@@ -77,7 +77,7 @@ class NodeClaims:
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
-        waits for API server and pods. `adopted`: pods may run with the claim already, so its GPUs need not accept new pods. Raises
+        waits for API server and pods. `adopted`: pods may run with the claim already, so its GPUs may be closed to new pods. Raises
         Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
@@ -295,8 +295,8 @@ class CommitBatch:
                 try:
                     await self._commit(waiting)
                 finally:
-                    # Cancels the results that are missing because the process ends. It also marks errors as read: asyncio would log the
-                    # error of a cancelled caller.
+                    # Cancels results that are missing because the process ends. It also marks errors as read, or asyncio would log a
+                    # cancelled caller's.
                     for _, ended in waiting:
                         ended.cancel()
 

@@ -1,5 +1,5 @@
 """Makes what a container gets: the responses to the kubelet's calls, and at its start folder, limits and CDI spec. A tenant is a container
-with a share, in the form that the enforcement backends use (GpuShare)."""
+with a share (GpuShare)."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -147,8 +147,8 @@ class ContainerStarts:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
     async def refuse_renumbered(self, allocation: Allocation) -> None:
-        """Raises Refusal if the container's first response names another GPU's device node. The driver may number its GPUs anew when it is
-        loaded, but a container that starts again gets the first response."""
+        """Raises Refusal if the container's first response, which it gets at each start, names another GPU's device node: the driver may
+        number its GPUs anew when it is loaded."""
         nodes = self._gpu_nodes(allocation)
         if None in nodes or self._compared.get(allocation.id) == nodes:
             return
@@ -299,8 +299,8 @@ def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
 
 
 def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
-    """Refuses a container with MIG devices of several profiles. The kubelet calls Allocate once for each resource and keeps one value of
-    each variable, so the container would see one profile only."""
+    """The kubelet calls Allocate once for each resource and keeps one value of each variable, so the container would see one profile
+    only."""
     if allocation.container is None:
         return
     mine = ledger.of(allocation.pod, allocation.uid)

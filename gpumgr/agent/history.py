@@ -36,7 +36,7 @@ def _content(entry: HistoryEntry) -> HistoryEntry:
 
 
 def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
-    """The entry with the id and the container of `holder`, and its pod and GPUs if the entry has none."""
+    """The entry with the holder's id and container, and with its pod and GPUs if the entry has none."""
     return replace(
         entry,
         id=holder.id,

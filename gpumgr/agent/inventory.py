@@ -92,8 +92,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """GPU with MIG devices on demand -> all its profiles, with the places that are not blocked. A profile that the settings exclude has
-        no places, but stays: the parts of a GPU are counted with its largest profile."""
+        """GPU with MIG devices on demand -> its profiles with the places that are not blocked. A profile that the settings exclude stays
+        without places: the parts of a GPU are counted with its largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {

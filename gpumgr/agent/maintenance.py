@@ -167,8 +167,8 @@ class Maintenance:
         return done
 
     def _evict(self, evictor: Evictor, gpu: RegisteredGpu, cordon: Cordon, *, again: bool = False) -> dict[str, Any]:
-        """Requests the eviction of each pod on the GPU; returns `evicting` and `not_evicted` of MaintenanceResult. `again`: the history has
-        these evictions already."""
+        """Requests the evictions; returns `evicting` and `not_evicted` of MaintenanceResult. `again`: the history has these evictions
+        already."""
         reason = f"{self._label(gpu)} is drained" + (f": {cordon.reason}" if cordon.reason else "")
         pods: dict[tuple[PodKey, str], Allocation] = {}
         staying = []

@@ -50,7 +50,7 @@ class MigDevices:
     """Creates and destroys MIG devices one after another, under `changes`. The driver makes their UUIDs from the place, so a device must
     not be destroyed while a container gets a new one of the same UUID.
 
-    The driver may take 30 s, so it is never called under the agent state's lock. That lock may be taken under `changes`.
+    The driver may take 30 s, so it is never called under the agent state's lock, which may be taken under `changes`.
     """
 
     def __init__(self, agent_state: AgentState, driver: MigDriver, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,7 +130,7 @@ class MigDevices:
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}
         for name, gpu in gpus.items():
-            # While MIG mode is off, no MIG device exists, so no container that was granted one runs.
+            # While MIG mode is off, no container with a MIG device runs.
             idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
             if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.health.cordoned, *inventory.health.failed}:
                 found |= await self._enable(gpu.uuid)

@@ -32,8 +32,8 @@ def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
 
 
 def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
-    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger. A static pod has the UID of its mirror
-    pod here."""
+    """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger. A static pod has its mirror pod's UID
+    here."""
     claim = holder.claim
     if claim is not None:
         found = [pod for pod in pods.all() if users(claim, pod)]
@@ -91,8 +91,8 @@ RUNTIME_SECONDS: Final = 1.0
 class PodEnds:
     """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
-    Offered ids, or ids that `List` lacks, do not prove that their pod has ended: a kubelet that lost its checkpoint offers the ids of
-    running pods. So the API server decides. The container runtime decides in these cases:
+    Ids that are offered, or missing in `List`, do not prove that their pod has ended: a kubelet that lost its checkpoint offers the ids of
+    running pods. So the API server decides, but the container runtime in these cases:
     * The API server can't be reached.
     * The pod is being deleted: the kubelet may report its end later than it offers the ids.
     * The allocation has no UID: it may belong to an earlier pod of that name.

@@ -23,8 +23,8 @@ from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: For this time after an Allocate the agent does not call `List`: the kubelet would rebuild its table of used ids, and lose ids that it has
-#: chosen and not yet entered. It is also the delay of a sweep after a pod's end.
+#: No call of `List` for this time after an Allocate: the kubelet would rebuild its table of used ids, and lose ids that it has chosen and
+#: not yet entered. Also the delay of a sweep after a pod's end.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0

@@ -290,8 +290,8 @@ class AgentState:
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """After a restart, once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container)
-        that still run, then judges the samples so far again. Raises CheckpointError for a note that can't be read."""
+        """Call it once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container) that still
+        run, then judges the samples so far again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
@@ -304,8 +304,8 @@ class AgentState:
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:
-        """Saves the quarantine for the next start, with the unattributed processes: otherwise a display server would count as a container's
-        process after a restart, and keep its GPU in quarantine. Raises CheckpointError."""
+        """Saves the quarantine for the next start. Without the unattributed processes a display server would count as a container's after a
+        restart, and keep its GPU in quarantine. Raises CheckpointError."""
         state = self.inventory.quarantine
         kept = {"held": state.held, "unattributed": state.unattributed}
         note = encode_note(kept)

@@ -304,8 +304,7 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Leaves the allocation open for its memory call: the free blocks of whole GPUs turn Unhealthy only when that call can no longer
-        arrive."""
+        """Leaves the allocation open: the free blocks of whole GPUs turn Unhealthy only when the memory call can no longer arrive."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:

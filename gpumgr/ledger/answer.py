@@ -142,8 +142,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """vcuda always needs the driver's files, because its library replaces the driver's. The folder is a symbolic link, which the runtime
-    follows at each start: the container gets the files of the driver that is loaded then."""
+    """vcuda's library replaces the driver's, so vcuda always needs the driver's files. The runtime follows the folder's symbolic link at
+    each start: the container gets the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):

@@ -110,8 +110,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which allocations with these ids, but without a container's name, are an init container's of this pod. The kubelet
-    passes on ids of init containers only, and only while it admits their pod (devicemanager: devicesToReuse)."""
+    """The ledger in which unnamed allocations with these ids are an init container's of this pod: the kubelet passes on only ids of init
+    containers, and only while it admits their pod (devicemanager: devicesToReuse)."""
     for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))
@@ -119,9 +119,9 @@ def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | No
 
 
 def named_gpus(caller: Caller, gpu_registry: GpuRegistry) -> tuple[GpuName, ...]:
-    """The GPUs that the scheduler named for the container; empty: the agent chooses. The container gets exactly these or is refused,
-    because the scheduler counts them as used. The annotation is not trusted: it only restricts the choice. Raises Refusal if the GPUs do
-    not fit the request, or are not on this node."""
+    """The GPUs that the scheduler named for the container (annotation gpumgr.io/placement); empty: the agent chooses. The container gets
+    exactly these or is refused, because the scheduler counts them as used. The annotation is not trusted: it only restricts the choice.
+    Raises Refusal if the GPUs do not fit."""
     if caller.view is None or caller.spec is None or not caller.view.placed:
         return ()
     spec, shares = caller.spec, dict(caller.view.placed).get(caller.spec.name, ())

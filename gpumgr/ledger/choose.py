@@ -1,8 +1,5 @@
-"""GetPreferredAllocation: selects GPUs for the container, and ids on them for the requested resource.
-
-The choice considers both resources of the container, and the pod's later containers that must use the same ids. The call for the other
-resource gets the same GPUs.
-"""
+"""GetPreferredAllocation: selects GPUs for both resources of the container and for the pod's later containers that must use the same ids,
+and ids on them for the requested resource."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -57,8 +57,8 @@ def shares_of(allocations: Iterable[Allocation]) -> set[Share]:
 
 
 def allocation_id(claim_uid: str, shares: Sequence[ClaimShare]) -> AllocationId:
-    """Permanent for these shares of a request, because the kubelet remembers CDI names that contain it. Other shares of the same claim get
-    another id, because a CDI name may have only one content."""
+    """The kubelet remembers CDI names with this id, so it stays the same for these shares. Other shares of the claim get another id,
+    because a CDI name may have only one content."""
     key = (claim_uid, *(f"{share.request} {share.device} {share.share_id}" for share in shares))
     return blake2b("\n".join(key).encode(), digest_size=8).hexdigest()
 

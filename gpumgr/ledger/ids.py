@@ -90,7 +90,7 @@ class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
 
 
 class _Table(msgspec.Struct, frozen=True, dict=True):
-    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end. Large requests have
+    """All ids of one resource in one sequence: id -> its position, and where each GPU's positions begin and end. A request can have
     thousands of ids, so they are marked in one array of digits, which is converted to a number for each GPU."""
 
     positions: Mapping[str, int]

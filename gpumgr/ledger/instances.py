@@ -125,8 +125,8 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each replica, at the scheduler's place if there is one. Otherwise an init container's device for the replica
-    is used again if it is large enough, or a new device gets the first free place. Raises Refusal."""
+    """Chooses a MIG device for each replica: at the scheduler's place, or an init container's that is large enough, or a new one at the
+    first free place. Raises Refusal."""
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():

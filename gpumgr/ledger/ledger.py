@@ -27,8 +27,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Random, or a hash of a claim's shares, so the same claim gets it again. Host folders have this name: no two containers have the same, and
-#: it does not reveal the pod.
+#: Random, or a hash of a claim's shares, so the same claim gets it again. Host folders have this name, which is unique and does not reveal
+#: the pod.
 AllocationId = str
 
 
@@ -248,11 +248,8 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> the sum of the amounts without core and memory ids, also what resized containers may use beyond their ids.
-
-        Init containers and the other containers of a pod do not run at the same time. So the most that they hold at one time counts, in the
-        order of their grants.
-        """
+        """GPU -> the sum of the amounts without core and memory ids, also what resized containers may use beyond their ids. Init containers
+        do not run at the same time as others of their pod, so the most that these hold at one time counts, in the order of their grants."""
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -268,8 +265,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """What is in use: held ids, and amounts without ids. It is more than the GPU has if a resized container uses what other containers
-        hold and may no longer use."""
+        """Held ids, and amounts without ids: more than the GPU has if a resized container uses what others hold and may no longer use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 
-#: How long processes of an ended container may remain before they are reported: on an H200 a process with 35 GiB stays in the driver's list
-#: for half a second after its end.
+#: How long processes of an ended container may remain unreported: on an H200 a process with 35 GiB stays listed for half a second after its
+#: end.
 EXPECTED_SECONDS: Final = 10.0
 
 

@@ -97,16 +97,16 @@ def adopt(
 
 
 def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]) -> int:
-    """The container's place in the order of its pod's grants, which `Ledger.by_amount` needs; the kubelet's checkpoint is in random order.
-    An init container of an unknown pod is before the pod's other containers."""
+    """The container's place in its pod's grants, which `Ledger.by_amount` needs; the kubelet's checkpoint is in random order. An init
+    container of an unknown pod is first."""
     view = find_uid(holding.uid) if holding.uid else None
     names = [spec.name for spec in view.containers] if view else []
     return names.index(holding.container) if holding.container in names else int(not holding.init)
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
-    """Registers more replicas of a GPU if containers hold higher numbers, because HAMi's plugin had another setting. On a GPU that offers
-    none, only replicas that gpumgr granted count: others may be ids of another plugin."""
+    """Registers more replicas if containers hold higher numbers, because HAMi's plugin had another setting. On a GPU that offers none, only
+    replicas that gpumgr granted count: others may be another plugin's."""
     entries = [entry for entry in entries if entry.resource == "replica"]
     own = {text for entry in entries if entry.granted.gpus for text in entry.device_ids}
     ids = [text for entry in entries for text in entry.device_ids]
@@ -242,8 +242,8 @@ def migrate(
     new_id: Callable[[], AllocationId],
     now: float,
 ) -> Rebuilt:
-    """Adds gpu-manager's records. The ids of their pods name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs until these
-    pods end. A container in `ledger` only gets GPUs that were not known at the last read."""
+    """Adds gpu-manager's records. Their ids name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs until the pods end. A
+    container in `ledger` only gets GPUs that were not known at the last read."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:

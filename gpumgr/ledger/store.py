@@ -256,8 +256,8 @@ def prepare(folder: Path) -> Path:
 
 
 def check_header(path: Path) -> None:
-    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before any connection is open: closing the
-    file would drop the connection's locks. Source of the layout: sqlite's file format, section 1.3."""
+    """Raises CorruptError for a file that sqlite would treat as empty or as read-only. Call it before a connection is open: closing the
+    file would drop its locks. Source of the layout: sqlite's file format, section 1.3."""
     try:
         with path.open("rb") as file:
             header = file.read(_MIN_PAGE_BYTES)

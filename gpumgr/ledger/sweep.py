@@ -193,8 +193,8 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
-    """Joins `named` with the allocation of the same container's other resource. The result has the id of the one with the cores, because
-    the container's folder has that name. Without a UID nothing is joined: the other allocation may be an earlier pod's of that name."""
+    """Joins `named` with the allocation of the container's other resource. The id is that of the cores, because the container's folder has
+    that name. Without a UID the other allocation may be an earlier pod's, and nothing is joined."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
     cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
@@ -223,14 +223,14 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """A pod that is Succeeded or Failed holds nothing, even if an older kubelet still lists it. Without a UID this is not known: an earlier
-    pod may have had the name."""
+    """An ended pod holds nothing, even if an older kubelet still lists it. Without a UID its end is not known: an earlier pod may have had
+    the name."""
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so these never were the container's,
+    """Whether `List` shows its container with other ids. The kubelet never changes these, so the allocation's were never the container's,
     or an earlier pod's of that name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False

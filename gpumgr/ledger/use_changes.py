@@ -1,9 +1,9 @@
 """What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
 
 An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-`samples` readings that are not. A sample without the allocation's memory neither counts nor interrupts.
+`samples` readings that are not. A sample without its memory does not count.
 
-A process of no container is reported once, after EXPECTED_SECONDS, because the driver lists the processes of an ended container a moment
+A process of no container is reported once, after EXPECTED_SECONDS, because the driver lists processes of an ended container a moment
 longer.
 """
 

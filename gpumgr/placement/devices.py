@@ -65,7 +65,7 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
     """A MIG device: one compute instance of a GPU instance. `profile` is the name in `nvidia-smi -L` (1g.10gb, 1c.3g.40gb, 1g.10gb+me).
     `memory_slices`: slice n of the GPU's memory as bit n; 0 = not known.
 
-    The driver derives the UUID from the place. So a later MIG device at the same place can have the same UUID, even with another profile.
+    The driver derives the UUID from the place, so a later device there can have the same UUID with another profile.
     """
 
     uuid: str

@@ -1,9 +1,7 @@
-"""The node's labels that describe its GPUs. Pure.
+"""The node's labels that describe its GPUs, or the most frequent model if they differ. Pure.
 
-The labels under `nvidia.com/` are some of NVIDIA's gpu-feature-discovery, with the same meanings. `gaia.tencent.com/gpu-model` is a label
-of gpu-manager. On a node with different GPUs the labels describe the most frequent model.
-
-`Gpu` has no compute capability. A table has it for some models (source: developer.nvidia.com/cuda-gpus); for others the label is left out.
+The labels under `nvidia.com/` are some of NVIDIA's gpu-feature-discovery, with the same meanings; `gaia.tencent.com/gpu-model` is
+gpu-manager's. `Gpu` has no compute capability: a table has it for some models (source: developer.nvidia.com/cuda-gpus).
 """
 
 import re

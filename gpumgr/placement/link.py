@@ -300,8 +300,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Replaces the GPUs of `chosen` with the fewest free blocks by the free GPUs with the most, until `chosen` has `blocks_needed`. The
-    caller has checked that some set has them."""
+    """Replaces the GPUs of `chosen` with the fewest free blocks by the free GPUs with the most, until `chosen` has `blocks_needed`. Some
+    set must have them."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

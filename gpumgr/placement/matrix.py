@@ -1,7 +1,7 @@
-"""Reads a topology from the text that `nvidia-smi topo -m` prints.
+"""Reads a topology from the text of `nvidia-smi topo -m`.
 
 A cell is X (the GPU itself), a PCIe level (SYS, NODE, PHB, PXB, PIX, PSB), `NVn` for n NVLinks, or `NVn+LEVEL`. A plain `NVn`, SOC (the old
-spelling) and N/A (not known) count as SYS, the farthest level. Columns of NICs are read, too.
+spelling) and N/A (not known) count as SYS, the farthest level.
 """
 
 import re

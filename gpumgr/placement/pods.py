@@ -167,8 +167,8 @@ Containers = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 
 class Listing:
-    """The kubelet's response to PodResources `List`: its active pods in their order, and the ids of their containers. Sidecars are listed,
-    ordinary init containers are not. Kubelets before 1.34 also list ended and refused pods, without ids, until they are deleted.
+    """The kubelet's response to PodResources `List`: its active pods in their order, and the ids of their containers, without ordinary init
+    containers. Kubelets before 1.34 also list ended and refused pods, without ids, until they are deleted.
 
     The response has every id of the node (100 kB and more), but a decision needs the ids of one or two pods. So only the names are decoded
     at once.

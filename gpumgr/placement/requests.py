@@ -44,8 +44,8 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores_to_place(self) -> int:
-        """The cores that an evaluator places: all cores of a chain on one GPU, but for whole GPUs only the cores of the largest container.
-        The chain's further GPUs may be any that are entirely free."""
+        """The cores that an evaluator places: all cores of a chain on one GPU; for whole GPUs the cores of the largest container, because
+        further GPUs of the chain may be any that are entirely free."""
         return self.most_cores if self.whole_gpus else self.cores
 
     def check(self, container: str = "an init container") -> None:
@@ -163,8 +163,7 @@ def device_type(model: str | None) -> str:
 
 
 class Constraints(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pod demands of its GPUs besides amounts. The scheduler applies it when it chooses GPUs, the agent before a container gets
-    them.
+    """What a pod demands of its GPUs besides amounts.
 
     A text in `use_models` or `avoid_models` matches each model that contains it, without regard to case. As in HAMi, "NVIDIA-" is put
     before a model that does not begin with "NVIDIA". UUIDs are exact. Empty `use_models` or `use_uuids`: any. `same_numa_node` concerns

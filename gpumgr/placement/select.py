@@ -84,12 +84,10 @@ def place(
     policy: Policy = "binpack",
     required: Collection[int] = (),
 ) -> Placement:
-    """Chooses GPUs of `gpus` for one container. `required`: indices that the choice must contain. Whole GPUs together must have
-    `memory_blocks`. For a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` concerns
-    share only.
+    """Chooses GPUs for one container. `required`: indices that the choice must contain. Whole GPUs together must have `memory_blocks`. For
+    a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` concerns share only.
 
-    Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit". The message lists what
-    is free on each GPU.
+    Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit".
     """
     _check_cores(cores)
     placement = find(topology, gpus, cores=cores, memory_blocks=memory_blocks, policy=policy, required=required)
