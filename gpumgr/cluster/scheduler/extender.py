@@ -132,7 +132,8 @@ class Extender:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})
         if self._quotas.problem is not None:
             return FilterResult(error=self._quotas.problem)
-        self._preemption.refresh()
+        if self._preemption.kept:
+            self._preemption.refresh()
         placed = self._index.placement(pod.uid)
         if placed is not None and pod.uid not in self._index.assumed:
             return FilterResult(error="the pod is bound already")
@@ -161,7 +162,7 @@ class Extender:
         if self._settings.candidates == 1:
             name, choice = ranked[0]
             self._place(pod, placed_pod(pod, self._index.node(name), choice))
-        else:
+        elif self._preemption.kept:
             self._preemption.restore(pod.uid)
         return FilterResult(node_names=[name for name, _ in ranked])
 
@@ -350,7 +351,8 @@ class Extender:
 
     def _place(self, pod: WatchedPod, placed: PlacedPod, *, sending: bool = False, sent: bool = False) -> None:
         self._assume(pod, placed, sending=sending, sent=sent)
-        self._preemption.placed(placed)
+        if self._preemption.kept:
+            self._preemption.placed(placed)
 
     def _assume(self, pod: WatchedPod, placed: PlacedPod, *, sending: bool = False, sent: bool = False) -> None:
         seconds = max(self._settings.assume_seconds, _REQUEST_SECONDS if sent else 0.0)
