@@ -115,9 +115,8 @@ class SchedulerMetrics:
         first."""
         totals = await self._rows.totals()
         inventories = Counter(node.inventory for node in self._rows.nodes.values())
-        leads = self._leader()
         families: dict[Family, Samples] = {
-            **{family: read(self._watches, leads) for family, read in _PROCESS.items()},
+            **{family: read(self._watches, self._leader()) for family, read in _PROCESS.items()},
             _NODES: {(kind,): inventories[kind] for kind in get_args(Inventory)},
             _PLACED: {(): self._index.placed_pods},
             _ASSUMED: {(): len(self._index.assumed)},
