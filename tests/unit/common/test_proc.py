@@ -46,10 +46,14 @@ def test_an_exec_moves_the_first_stack(tmp_path: Path) -> None:
         (tmp_path / "7" / "stat").write_text(f"7 (python) {' '.join(fields)} 0\n")
         assert first_stack(7, tmp_path) == (stack or None)
     assert first_stack(8, tmp_path) is None
-    with subprocess.Popen(["/bin/sh", "-c", "read line; exec sleep infinity"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        ["/bin/sh", "-c", "echo; read line; exec sleep infinity"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         try:
-            before = first_stack(process.pid)
             assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdout.readline()  # the shell has its stack
+            before = first_stack(process.pid)
             process.stdin.write(b"\n")
             process.stdin.flush()
             while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":

@@ -126,3 +126,20 @@ async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
         await server.drain(0)
     assert not server.open_streams
     assert not caplog.records
+
+
+async def test_a_stream_that_has_ended_is_not_open_in_the_same_step_of_the_loop(folder: Path) -> None:
+    """A loop that waits until no stream is open would never leave this step."""
+    sender = Sender()
+    server = DrainingServer([sender])
+    await server.start(path=str(folder / "sender.sock"))
+    before = asyncio.all_tasks()
+    with call(folder / "sender.sock"):
+        await sender.sent.wait()
+        assert server.open_streams == 1
+        (served,) = asyncio.all_tasks() - before
+        served.cancel()
+        while not served.done():  # noqa: ASYNC110 - looks in each step
+            await asyncio.sleep(0)
+        assert server.open_streams == 0
+        await server.drain(0)
