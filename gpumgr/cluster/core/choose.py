@@ -1,6 +1,5 @@
-"""The choice of GPUs on one node for all containers of a pod, by the evaluators that the node's agent uses.
-
-`gpumgr.cluster.core.shape` compares nodes by what such a choice leaves free on them.
+"""Chooses GPUs on one node for all containers of a pod, with the evaluators that the node's agent uses. `shape` compares nodes by what the
+choice leaves free.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +17,8 @@ from gpumgr.placement.select import GpuCapacity, Placement, find
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`shares` has the GPUs of each container of the request, `taken` what the pod takes of each GPU (by position). `score`: how well the
-    GPUs of containers with several GPUs are connected; higher is better."""
+    """`shares`: the GPUs of each container of the request. `taken`: by the GPU's position. `score`: how well the GPUs of a container are
+    connected; higher is better."""
 
     shares: tuple[Shares, ...]
     taken: Mapping[int, Amounts]
@@ -28,12 +27,11 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     """Why a node can't take the pod: `container` has no room on the offered GPUs that `constraints` allow. `container` None: the node has
-    no known GPU, or was not examined (`less`).
+    no known GPU, or was not examined (`less`), because other nodes that do not fit have more free.
 
-    `closest` is the GPU (NVML's index) that lacks least for a share, with what is free there. `free_gpus` counts the entirely free GPUs.
-    `distance` compares misfits of one container: the node with the lowest lacks least. `none_allowed`: no GPU of the node satisfies the
-    constraints; `agent_chooses`: some GPUs do, but the scheduler can't name them to the agent. `mig`: all GPUs that the constraints allow
-    are for MIG devices only. `less`: the node was not examined, since other nodes that do not fit have more free.
+    `closest`: the GPU (NVML's index) that lacks least for a share, with what is free there. `distance`: how much the node lacks, comparable
+    between misfits with equal `reason`. `none_allowed`: no GPU satisfies the constraints. `agent_chooses`: some GPUs do, but the scheduler
+    can't name them to the agent. `mig`: all allowed GPUs are for MIG devices only.
     """
 
     container: ContainerRequest | None
@@ -48,12 +46,11 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reason(self) -> tuple[object, ...]:
-        """Misfits with equal reasons can be compared by their distance."""
         return self.container, self.constraints, self.none_allowed, self.agent_chooses, self.mig, self.less
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-    """Finds room for the pod's containers, one after another. The Misfit is about the first container without room."""
+    """Finds room for the containers, one after another. A Misfit is about the first container without room."""
     constraints = request.constraints
     allowed = node.allowed(request)
     use, chosen, score = PodUse(), list[Shares](), 0
@@ -104,8 +101,7 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The parts of `capacities` to choose from: all GPUs of a container must be in one part. A container has MIG devices or other GPUs, not
-    both."""
+    """The parts of `capacities` to choose from. All GPUs of a container must be in one part: MIG devices and other GPUs are not mixed."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
@@ -116,8 +112,7 @@ def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints
 
 
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
-    """Compares placements; the lowest is the best. `free`: the number of entirely free GPUs in the placement's part of the node (see
-    `_sets`)."""
+    """The lowest is the best. `free`: entirely free GPUs in the placement's part of the node (see `_sets`)."""
     score = placement.score or 0
     return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
 
@@ -127,7 +122,7 @@ def _free(capacities: Iterable[GpuCapacity]) -> int:
 
 
 def _reused(use: PodUse, container: ContainerRequest) -> list[int]:
-    """GPUs that the container must be on, since the kubelet gives it what an init container leaves there."""
+    """GPUs on which the container must be, because the kubelet gives it an init container's devices there."""
     pools = {gpu: pool for gpu, pool in use.reusable.items() if pool.replicas or (container.replica is None and pool != NOTHING)}
     return sorted(pools, key=lambda gpu: (-pools[gpu].cores, gpu))[: container.gpus]
 
@@ -145,7 +140,7 @@ def _capacities(node: NodeState, used: Used, use: PodUse, allowed: Sequence[bool
 
 @lru_cache(maxsize=1 << 14)
 def _capacity(position: int, memory_mebibytes: int, cores_held: int, mebibytes_held: int, healthy: bool) -> GpuCapacity:
-    """Cached, since the nodes of a cluster have many GPUs with equal use."""
+    """Cached, because many GPUs of a cluster have equal use."""
     return GpuCapacity(
         index=position,
         cores_free=max(0, CORES_PER_GPU - cores_held),
@@ -168,10 +163,10 @@ def _replica_capacities(
     *,
     unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """The capacities, and the MIG device that the containers would have on each GPU, by position.
+    """(capacities, position -> the MIG device that the containers would have there).
 
-    `entirely_free` and `healthy` here mean that each container in `same` has room on the GPU. The free amounts order the GPUs;
-    `memory_blocks_free` is in MiB here.
+    `entirely_free` and `healthy` mean that each container in `same` has room on the GPU. The free amounts only order the GPUs;
+    `memory_blocks_free` is in MiB.
     """
     result, devices = [], dict[int, Amounts]()
     for position, gpu in enumerate(node.gpus):
@@ -203,8 +198,8 @@ def _replica_capacities(
 
 
 def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[ContainerRequest]) -> Amounts | None:
-    """A MIG device that is large enough for each of the containers: the one that an init container leaves, or else a new one. `taken`:
-    all that is taken of the GPU, including what init containers have `left`."""
+    """A MIG device that is large enough for each container: the one that an init container leaves, else a new one. `taken`: all that is
+    taken of the GPU, including what init containers have `left`."""
     requests = tuple(each.replica for each in same if each.replica is not None)
     if left.replicas and serves(gpu.mig, replace(left, replicas=0), *requests):
         return replace(left, replicas=1)
@@ -219,13 +214,12 @@ _free_place = lru_cache(maxsize=1 << 14)(find_place)
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
-    """The request by which the evaluators choose among the GPUs that fit: one GPU by its free amounts, or whole GPUs by topology."""
+    """What the evaluators get to choose among GPUs that fit: one GPU by free amounts, or whole GPUs by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 
 
 def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[GpuCapacity], request: PodRequest) -> Misfit:
-    """`capacities`: only of the GPUs that the request allows."""
     if not node.gpus:
         return Misfit(container=None)
     constraints = request.constraints
@@ -256,7 +250,7 @@ def _misfit(node: NodeState, container: ContainerRequest, capacities: Sequence[G
 
 
 def lack_of(cores: int, memory_blocks: int, container: ContainerRequest) -> float:
-    """The fractions of the requested cores and memory that a GPU with so much free lacks, added up; 0: the request fits."""
+    """The sum of the fractions of requested cores and memory that a GPU with these free amounts lacks; 0: the request fits."""
     lack = 0.0
     if container.cores > cores:
         lack = (container.cores - cores) / container.cores

@@ -1,8 +1,7 @@
 """The text of a rejection: groups of reasons with their counts, and the closest miss.
 
-kube-scheduler gets the rejection as the text of one node (`FailedAndUnresolvableNodes`), since a text for each node would take
-kube-scheduler much more time. So the text itself has the counts. It is printed after "1 " in "0/40 nodes are available: 1 ...", and a full
-stop follows.
+kube-scheduler gets one text for all nodes, because a text for each node would take it much time. It prints the text after "1 " in
+"0/40 nodes are available: 1 ...", with a full stop.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ class _Group:
 
 
 def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """The text for at least one (count, node, misfit): `count` nodes have the reason of `misfit`, and `node` lacks least among them."""
+    """`misfits`: at least one (count, node, misfit). `count` nodes have the misfit's reason, and `node` lacks least among them."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

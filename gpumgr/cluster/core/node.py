@@ -16,19 +16,19 @@ from gpumgr.placement.requests import UNCONSTRAINED, Constraints, Scaling
 Naming = Literal["uuid", "index", "none"]
 #: What is used of each GPU of a node, by position.
 Used = tuple[Amounts, ...]
-#: (what is counted: "gpus", "cores" or "memory" in MiB; model; its part, see PARTS or GPU_PARTS) -> amount.
+#: (what is counted: "gpus", "cores" or "memory" in MiB; model; one of PARTS or GPU_PARTS) -> amount.
 Totals = Counter[tuple[str, str, str]]
 
-#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on full GPUs (see GPU_PARTS), so no pod can get it.
-#: "closed": free on GPUs that are unhealthy or cordoned.
+#: "free": on entirely free GPUs. "partial": free on partly used GPUs. "stranded": free on full GPUs, so no pod can get it. "closed": free
+#: on unhealthy or cordoned GPUs.
 PARTS: Final = ("used", "free", "partial", "stranded", "closed")
-#: States of a GPU; "full": it has no free cores, or no free memory, or no place for a MIG device.
+#: "full": without free cores, without free memory, or without a place for a MIG device.
 GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
 class GpuKind(msgspec.Struct, frozen=True):
-    """GPUs that limits do not distinguish. `model` is the driver's name, `label` and `pool` are the node's labels; "" if not known.
-    `any_model`: they may be of any model, so they count within the limits of each."""
+    """GPUs that limits do not distinguish. `model`: the driver's name. `label`, `pool`: labels of the node. "" if not known. `any_model`:
+    they count within the limits of every model."""
 
     model: str = ""
     label: str = ""
@@ -36,16 +36,15 @@ class GpuKind(msgspec.Struct, frozen=True):
     any_model: bool = False
 
 
-#: The values of a GPU that matter for limits: its kind, its memory in MiB, and its scaling (see GpuState.scaling).
+#: What limits distinguish: the GPU's kind, memory in MiB, and scaling (see GpuState).
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """`uuid` and `model` are empty on a node without inventory (the agent's annotation with its GPUs). `memory_mebibytes` is what the node
-    offers of this GPU; `numa` -1 = not known. `index` is NVML's; None: its position on the node. `replicas`: how many containers with
-    HAMi's resources may share it. `scaling`: the node's factors for such containers; None: the factors in the scheduler's settings apply,
-    and each request contains them. `mig`: if not empty, the GPU has no shares. Each container with HAMi's resources then gets a MIG device
-    of one of these profiles, created on demand."""
+    """`uuid`, `model`: empty on a node without inventory (the agent's annotation with its GPUs). `memory_mebibytes`: offered by the node.
+    `numa` -1: not known. `index`: NVML's; None: the position on the node. `replicas`: how many containers with HAMi's resources may share
+    the GPU. `scaling`: the node's factors for such containers; None: each request already contains the scheduler's. `mig`: if not empty,
+    the GPU has no shares, and containers with HAMi's resources get MIG devices of these profiles on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -76,11 +75,11 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """`gpus` are in the order of NVML's indices, without the GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
+    """`gpus`: in the order of NVML's indices, without GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
 
-    `naming`: how the scheduler names the chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: UID of a pod -> the
-    shares that the node's agent reports for it; they replace the shares in the pod's annotations. `model_label`, `pool`: labels of the node
-    that quotas refer to. `cpu_milli`: the CPU for pods, in thousandths; None: not known.
+    `naming`: how the scheduler names chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: pod's UID -> shares
+    that the agent reports; they replace the shares in the pod's annotations. `model_label`, `pool`: node labels that quotas refer to.
+    `cpu_milli`: CPU for pods, in thousandths; None: not known.
     """
 
     name: str
@@ -94,23 +93,20 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """NVML's index of each GPU."""
         return tuple(position if gpu.index is None else gpu.index for position, gpu in enumerate(self.gpus))
 
     @property
     def positions(self) -> Mapping[str | int, int]:
-        """The position of each GPU, by its UUID and by NVML's index."""
         by_uuid = {gpu.uuid: position for position, gpu in enumerate(self.gpus)}
         return by_uuid | {index: position for position, index in enumerate(self.indices)}
 
     @cached_property
     def counted_gpus(self) -> Sequence[CountedGpu]:
-        """The GPUs by position, as limits distinguish them. A node without GPUs counts as one GPU without a model."""
+        """By position. A node without GPUs counts as one GPU without a model."""
         return tuple(_counted(self.model_label, self.pool, *gpu.type) for gpu in self.gpus or (GpuState(memory_mebibytes=0),))
 
     def allowed(self, request: PodRequest) -> Sequence[bool]:
-        """For each GPU, whether the constraints and the quota of the pod allow it. If the node's agent chooses the GPUs, the pod may use
-        all of them or none."""
+        """For each GPU, whether the pod's constraints and quota allow it. If the agent chooses, the pod may use all GPUs or none."""
         constraints, denied = request.constraints, request.denied
         if constraints == UNCONSTRAINED and not denied:
             return [True] * len(self.gpus)
@@ -121,7 +117,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return each if not chosen_here or all(each) else [False] * len(each)
 
     def numa_nodes(self, constraints: Constraints, gpus: int) -> Sequence[int] | None:
-        """A container with `gpus` GPUs must be on one of these NUMA nodes (if empty, this node is excluded). None: it may be anywhere."""
+        """The NUMA nodes that a container with `gpus` GPUs may be on. Empty: this node is excluded. None: any."""
         if not constraints.same_numa_node or gpus < 2:
             return None
         found = sorted({gpu.numa for gpu in self.gpus})
@@ -135,8 +131,7 @@ def _counted(label: str, pool: str, model: str, memory_mebibytes: int, scaling: 
 
 
 def node_of_equal_gpus(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """Makes a node from a total of cores and memory. Its GPUs count as equal, and as equally far from each other (as gpu-admission
-    assumes)."""
+    """A node with these totals. Its GPUs count as equal and equally far from each other, as in gpu-admission."""
     count = cores // CORES_PER_GPU
     rows = range(count)
     return NodeState(
@@ -157,7 +152,7 @@ def plus_taken(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
 
 
 def summarize(node: NodeState, used: Used) -> tuple[Totals, Amounts]:
-    """The totals, and what is free on all offered GPUs together, which is what kube-scheduler alone would count."""
+    """(totals, what is free on all offered GPUs together, which is what kube-scheduler alone would count)."""
     totals = Totals()
     for gpu, held in zip(node.gpus, used, strict=True):
         free = _free(gpu, held)

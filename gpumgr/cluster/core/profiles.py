@@ -1,8 +1,8 @@
 """Groups nodes that are equal for a request, so that the request is computed once for each group.
 
-A share depends on one GPU of a node, so it is computed for rooms: equal GPUs with equal use. A request for whole GPUs depends on which GPUs
-are in use, and not on how much. Other requests are computed for profiles: nodes that differ only by name. Each node has a number, its slot.
-Sets of nodes are integers: bit n is the node with the slot n.
+A share depends on one GPU, so it is computed for rooms: equal GPUs with equal use. Other requests are computed for profiles: nodes that
+differ only by name; for whole GPUs, each GPU in use counts as full in the profile. Each node has a number, its slot. A set of nodes is an
+integer: bit n is the node with slot n.
 """
 
 from bisect import bisect_left, insort
@@ -23,30 +23,29 @@ from gpumgr.cluster.core.node import CountedGpu, GpuState, Naming, NodeState, Us
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.devices import Topology
 
-#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so no named UUID equals this one.
+#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so none of these equals it.
 _SOME_UUID: Final = " "
-#: The number of results that each profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles in which every GPU in use
-#: is full (see `Profile.idle`) are few and keep more.
+#: The results that a profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles in which every used GPU is full
+#: (`Profile.idle`) are few and keep more.
 _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
-#: Up to this number of nodes, their rooms are found node by node.
+#: For at most so many nodes, `rooms_of` collects the rooms node by node.
 _FEW: Final = 200
-#: All nodes are numbered again once the slots exceed twice the number of nodes by more than this. Then no other name gets a slot.
+#: Slots beyond twice the number of nodes. If there are more, `compact` renumbers the nodes, and names without a node get no slots.
 _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-#: The first nodes of a set, up to this number, are found bit by bit. All nodes of a set are found faster from the binary digits of the
-#: integer.
+#: Only the first nodes of a set are found bit by bit, because all are found faster from the integer's binary digits.
 _ONE_BY_ONE: Final = 16
 
-#: Compares nodes for one request: the lowest is the best. The node's name decides between equal ranks.
+#: Compares nodes for one request: the lowest is the best; names decide between equal ranks.
 Rank = tuple[int, ...]
 
 
 class FreeCores(NamedTuple):
-    """Sums over the offered GPUs of a node. `free`: free cores. `usable`: the free cores for which the same GPU has enough free memory.
-    `tight`: how well a pod fills the GPUs that it shares, in cores; the more, the better (see `_tight_cores` in `shape`)."""
+    """Sums over a node's offered GPUs. `usable`: free cores for which the same GPU has enough free memory. `tight`: how well a pod fills
+    the GPUs that it shares, in cores; more is better (see `_tight_cores` in `shape`)."""
 
     free: int
     usable: int
@@ -54,16 +53,15 @@ class FreeCores(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The rank of a node with room. `taken`: what the pod takes of the node's free cores, if the policy counts the cores that the pod
-    leaves unusable."""
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; only for a policy that counts stranded cores."""
 
     rank: Rank
     taken: FreeCores | None = None
 
 
 class Profile:
-    """Nodes that are equal for every request that names none of their GPUs. `state` is one of them, without a name. `idle`: the profile
-    of the same nodes with each GPU in use counted as full; it may be this profile itself."""
+    """Nodes that are equal for every request that names none of their GPUs. `state`: one of them, without a name. `idle`: the profile of
+    the same nodes with each used GPU counted as full; it may be this profile."""
 
     __slots__ = ("choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
 
@@ -84,8 +82,8 @@ class Profile:
 
 
 class Room:
-    """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders them as a share prefers them: by free cores, then by
-    free memory."""
+    """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders rooms as a share
+    prefers them: by free cores, then by free memory."""
 
     __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
@@ -109,7 +107,7 @@ def free_cores(node: NodeState, used: Used) -> FreeCores:
 
 
 def taken_cores(node: NodeState, before: Used, after: Used, gpus: Iterable[int]) -> FreeCores:
-    """`free_cores` of `before` minus that of `after`, if the use of only these GPUs differs."""
+    """The difference of `free_cores` between `before` and `after`, if only these GPUs differ."""
     free, left = (_sum_of_free((node.gpus[gpu], used[gpu]) for gpu in gpus) for used in (before, after))
     return FreeCores(free.free - left.free, free.usable - left.usable)
 
@@ -125,7 +123,7 @@ def _sum_of_free(gpus: Iterable[tuple[GpuState, Amounts]]) -> FreeCores:
 
 
 def usable_cores(gpu: GpuState, cores_free: int, memory_free: int) -> int:
-    """The free cores for which there is free memory, if memory is divided in proportion to cores."""
+    """The free cores for which there is memory, if memory is divided in proportion to cores."""
     return min(cores_free, memory_free * CORES_PER_GPU // gpu.memory_mebibytes) if gpu.memory_mebibytes else cores_free
 
 
@@ -138,7 +136,7 @@ _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
 
 @dataclass
 class _Kind:
-    """Equal nodes, with any use of their GPUs. `gpus`: the GPUs with only those properties that matter to a share."""
+    """Nodes that differ only by name and use. `gpus`: their GPUs with only what matters to a share."""
 
     key: _KindKey
     state: NodeState
@@ -148,7 +146,7 @@ class _Kind:
 
 
 class Place(msgspec.Struct):
-    """A node. `counted`: its GPUs as limits distinguish them. `cpu_free` is in thousandths, None if it is not known."""
+    """A node. `counted`: its GPUs as limits distinguish them. `cpu_free`: thousandths; None: not known."""
 
     name: str
     slot: int
@@ -160,9 +158,8 @@ class Place(msgspec.Struct):
 
 
 class Profiles:
-    """`rooms` are sorted by key. The sets of nodes: `all`; `with_gpus` and `with_mig`, the nodes with GPUs and with MIG devices;
-    `unnamed`, where the agent chooses the GPUs; `short_of_cpu`, with less free CPU than their usable cores need. `numbering` changes when
-    nodes get other slots."""
+    """`rooms` are sorted by key. Sets of nodes: `all`; `with_gpus`; `with_mig`; `unnamed`, where the agent chooses the GPUs;
+    `short_of_cpu`, with less free CPU than their usable cores need. `numbering` changes when nodes get other slots."""
 
     def __init__(self, cpu_per_core: int) -> None:
         self.cpu_per_core = cpu_per_core
@@ -171,13 +168,13 @@ class Profiles:
 
     def _begin(self) -> None:
         self.places: dict[str, Place] = {}
-        #: The slots of all names that a set had. A node that is removed and created again, or created after a set named it, has its slot.
+        #: Also has names without a node, so a node that is created (again) later has the same slot.
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._by_slot: list[Place | None] = []
-        #: How many of the first slots are in the order of the nodes' names, and the last of these names.
+        #: The first slots that are in the order of names: their number and last name.
         self._in_order, self._last_in_order = 0, ""
-        #: Number of idle GPUs -> the set of nodes that have so many; GPUs as limits distinguish them -> the nodes that have these.
+        #: Number of idle GPUs -> nodes that have so many; GPUs as limits distinguish them -> nodes that have these.
         self.by_idle_gpus, self.by_counted = defaultdict[int, int](int), defaultdict[frozenset[CountedGpu], int](int)
         self.rooms: list[Room] = []
         self.all = self.with_gpus = self.with_mig = self.unnamed = self.short_of_cpu = 0
@@ -185,24 +182,23 @@ class Profiles:
         self._kinds: dict[_KindKey, _Kind] = {}
 
     def there(self, nodes: int, *, idle: bool) -> list[Profile]:
-        """The profiles of these nodes; with `idle`, the profiles in which each of their GPUs in use counts as full."""
+        """The profiles of these nodes; with `idle`, those in which each used GPU counts as full."""
         groups = [kind.idle if idle else kind.profiles for kind in self._kinds.values()]
         if nodes.bit_count() < sum(map(len, groups)):
             return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
         return [each for group in groups for each in group.values() if each.nodes & nodes]
 
     def rooms_of(self, nodes: int) -> list[Room]:
-        """The rooms on these nodes, sorted by key; rooms on other nodes may be among them."""
+        """The rooms on these nodes, sorted by key; rooms of other nodes may be among them."""
         if nodes.bit_count() > _FEW:
             return self.rooms
         return sorted({room for place in self.places_of(nodes) for room in place.profile.rooms}, key=_key)
 
     def with_idle_gpus(self, count: int) -> int:
-        """The nodes with at least `count` idle GPUs."""
         return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
 
     def nodes_of(self, names: frozenset[str]) -> int:
-        """The set of the nodes with these names. Names that no node has are in the set, too, unless they are too many."""
+        """The set of these nodes. Names without a node are in the set, too, unless they are too many."""
         for name in names.difference(self._slots):
             if self._sparse:
                 names = names.intersection(self._slots)
@@ -220,8 +216,7 @@ class Profiles:
         return list(compress(self._names, _binary(nodes)))
 
     def in_order(self, nodes: int) -> Iterator[Place]:
-        """The nodes of a set in the order of their names. The first ones are found without examining the other nodes. All nodes of the set
-        must be known."""
+        """The nodes in the order of their names. The first ones are found without examining the others. All must be known."""
         later = nodes >> self._in_order
         if not later:
             return self._in_slots(nodes)
@@ -241,7 +236,7 @@ class Profiles:
         yield from self.places_of(nodes)
 
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
-        """Adds the node, or moves it to the groups that fit its new state."""
+        """Adds the node, or moves it to the groups of its new state."""
         place = self.places.get(state.name)
         kind, counted = (
             (place.kind, place.counted)
@@ -282,7 +277,7 @@ class Profiles:
         return len(self._slots) > 2 * len(self.places) + _UNUSED_SLOTS
 
     def compact(self) -> bool:
-        """Numbers the nodes again if many slots have no node, and returns whether it did. Sets of nodes from before are void then."""
+        """Renumbers the nodes if many slots are unused; returns whether it did. Sets of nodes from before are then void."""
         if not self._sparse:
             return False
         left = sorted(self.places.values(), key=_name)
@@ -293,7 +288,7 @@ class Profiles:
         return True
 
     def _enter(self, place: Place) -> None:
-        """Adds the node to its groups. A group is kept only while it has nodes."""
+        """A group is kept only while it has nodes."""
         bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:
@@ -341,7 +336,7 @@ class Profiles:
         return _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus), seen)
 
     def _profile(self, kind: _Kind, used: Used) -> Profile:
-        """The new profile, with its `idle` profile and its rooms. A GPU with MIG devices does not count as full: more may fit."""
+        """A GPU with MIG devices does not count as full, because more may fit."""
         full = [
             Amounts(CORES_PER_GPU, gpu.memory_mebibytes) if held.cores and not gpu.mig else held
             for gpu, held in zip(kind.gpus, used, strict=True)

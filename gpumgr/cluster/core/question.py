@@ -1,4 +1,4 @@
-"""A question to the index: which nodes fit a request, which of them are the best, and why none fits."""
+"""A question to the index: which nodes fit a request, which are the best, and why none fits."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from functools import reduce
@@ -19,13 +19,13 @@ from gpumgr.cluster.core.shape import Found, Rejection, Shape
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED
 
-#: The most rejections that are kept, about 2 kB each at 5,000 nodes: many waiting pods ask again and again.
+#: About 2 kB each at 5,000 nodes. They are kept because waiting pods ask again and again.
 _MAX_REJECTIONS: Final = 12_000
 
 
 class Denial(NamedTuple):
-    """What a quota denies a pod on these nodes. `types`: the types of GPUs on which the pod would exceed the quota; `entire`: the nodes
-    have no others."""
+    """What a quota denies a pod on these nodes. `types`: GPUs with which the pod would exceed the quota; `entire`: the nodes have no
+    other GPUs."""
 
     nodes: int
     types: frozenset[GpuType]
@@ -34,11 +34,12 @@ class Denial(NamedTuple):
 
 
 class Question:
-    """`names` is what kube-scheduler offers. `namespace`: what its quota denies does not fit; None: no quota counts. Without `keep`, the
-    results do not displace results that are kept for kube-scheduler's calls.
+    """`namespace`: GPUs that its quota denies do not fit; None: no quota counts. Without `keep`, no result displaces the results that are
+    kept for kube-scheduler's calls. `names` in the methods: the nodes that kube-scheduler offers.
 
-    A choice takes up to a millisecond for each profile (see `gpumgr.cluster.core.profiles`). `examine` does this slow part of the other
-    methods in steps; afterwards they take a few milliseconds."""
+    A choice takes up to a millisecond for each profile. `examine` does this slow part in steps, so the other methods then take a few
+    milliseconds.
+    """
 
     def __init__(
         self, index: ClusterIndex, request: PodRequest, policy: Policy, namespace: str | None = None, *, keep: bool = True
@@ -58,7 +59,7 @@ class Question:
                 yield
 
     def rank(self, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
-        """The best nodes, the best one first, at most `most` of them."""
+        """At most `most` nodes, the best first."""
         nodes = self._index.node_set(names)
         if (known := self._known(nodes)) is not None:
             return known
@@ -81,15 +82,15 @@ class Question:
         return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
 
     def order(self, names: Names, most: int | None = None) -> list[str]:
-        """The names of `best`; without `most` all that fit."""
+        """The names of `best`; without `most` of all nodes that fit."""
         return [name for (_, name, _), _ in self._fitting(names, most)]
 
     def fits(self, names: Names) -> bool:
-        """Whether one of these nodes fits. The search ends at the first one."""
+        """Whether any of these nodes fits."""
         return bool(self._fitting(names, 1, enough=1))
 
     def denials(self, nodes: int) -> list[Denial]:
-        """What the quota denies, for each group of nodes with the same GPUs."""
+        """One for each group of nodes with the same GPUs."""
         if self._namespace is None:
             return []
         groups = [(gpus, nodes & there) for gpus, there in self._index.profiles.by_counted.items() if nodes & there]
@@ -107,18 +108,15 @@ class Question:
         return self._namespace, self.request.gpu_digest, self.policy
 
     def _state(self, nodes: int) -> Hashable:
-        """All that an answer about these nodes depends on, besides `_key`. A change of what a namespace holds also changes the version of
-        the index."""
+        """What an answer about these nodes depends on, besides `_key`. What a namespace holds changes only with the index's version."""
         limits = self._index.quotas.limits.get(self._namespace) if self._namespace is not None else None
         return self._index.version, self._index.numbering, limits, nodes
 
     def _known(self, nodes: int) -> Rejection | None:
-        """The kept rejection, if nothing has changed on which it depends."""
         state, rejection = self._index.rejections.get(self._key, (None, None)) if self._keep else (None, None)
         return rejection if state == self._state(nodes) else None
 
     def _parts(self, nodes: int) -> list[tuple[Shape, int]]:
-        """The nodes on which the quota may allow a choice, grouped by the shape for them."""
         denials = self.denials(nodes)
         left = nodes & ~reduce(or_, (each.nodes for each in denials), 0)
         parts = {frozenset[GpuType](): left}
@@ -143,7 +141,7 @@ class Question:
         return sorted(found, key=lambda each: each[0][:2])[:most]
 
     def _named(self, nodes: int) -> tuple[list[str], int]:
-        """The names of the nodes that have GPUs which the request names, and the set of the other nodes that are known."""
+        """(names of nodes with GPUs that the request names, the set of the other known nodes)."""
         profiles = self._index.profiles
         nodes &= profiles.all
         if self.request.constraints == UNCONSTRAINED:
@@ -156,7 +154,7 @@ class Question:
         return choose(node, self._index.used(name), shape.request, self.policy) if node is not None else Misfit(container=None)
 
     def _rejection(self, nodes: int) -> Rejection:
-        """The quota is the reason for all nodes on which it denies GPUs. The caller has checked that no node fits."""
+        """The quota is the reason for all nodes on which it denies GPUs. Call it only if no node fits."""
         denials = self.denials(nodes)
         by_quota = reduce(or_, (each.nodes for each in denials), 0)
         count, others = by_quota.bit_count(), (nodes & ~by_quota).bit_count()
@@ -178,8 +176,8 @@ class Question:
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs; a GPU is left out if another one has as much of
-    both cores and memory."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: amounts that are free on single GPUs, without amounts that another one
+    covers."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]
@@ -192,7 +190,7 @@ class Largest(NamedTuple):
         return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container of the pod would fit on some node if it were alone. HAMi's resources are not examined: True."""
+        """Whether each container would fit on some node if it were alone; True for HAMi's resources, which are not examined."""
         return all(
             each.replica is not None
             or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
@@ -201,7 +199,6 @@ class Largest(NamedTuple):
 
 
 def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
-    """The amounts that no other covers."""
     best: list[Amounts] = []
     for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
         if not best or each.memory_mebibytes > best[-1].memory_mebibytes:

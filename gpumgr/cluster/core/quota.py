@@ -1,7 +1,7 @@
 """Quotas: the limits of namespaces, what their pods hold, and whether a pod may get more.
 
-What a pod holds is added when it is placed (bound, or assumed: decided and not bound yet) and subtracted when it ends, so a decision takes
-the same time with any number of pods. It is recorded by namespace and kind of GPU, not by limit: new limits need no new count.
+What a pod holds is added when it is placed and subtracted when it ends, so decisions take the same time with any number of pods. Sums are
+kept by namespace and kind of GPU, so new limits need no new count.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from gpumgr.common.units import Amounts
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What pods hold. `gpus` counts the GPUs of containers that request whole GPUs."""
+    """What pods hold. `gpus`: only of containers that request whole GPUs."""
 
     cores: int = 0
     memory_mebibytes: int = 0
@@ -39,16 +39,15 @@ class Held(msgspec.Struct, frozen=True):
 
 
 NONE_HELD: Final = Held()
-#: What a pod holds of each kind of GPU.
+#: By the kind of GPU.
 Holding = Mapping[GpuKind, Held]
 NO_HOLDING: Final[Holding] = {}
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a namespace may hold of the GPUs that match `model`, `label` and `pool`. An amount that is None is not limited.
+    """What a namespace may hold of the GPUs that match `model`, `label` and `pool`; None: not limited.
 
-    `model` is a part of the name that the driver or the node's label has; upper and lower case do not matter. `label` is the node's whole
-    label; None: any.
+    `model`: a part of the driver's name or of the node's label, in upper or lower case. `label`: the node's whole label; None: any.
     """
 
     cores: int | None = None
@@ -72,7 +71,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
         return (f" on {model}" if model else "") + (f" in pool {self.pool}" if self.pool else "")
 
     def exceeded(self, used: Held, wanted: Held) -> str | None:
-        """A text about the first amount that would exceed the limit, or None. An amount that the pod does not want never exceeds it."""
+        """Names the first amount that would exceed the limit, or None. An amount that the pod does not want exceeds nothing."""
         if self.cores is not None and wanted.cores and used.cores + wanted.cores > self.cores:
             return f"{used.cores} of {self.cores} cores{self.where}; the pod needs {wanted.cores}"
         if self.gpus is not None and wanted.gpus and used.gpus + wanted.gpus > self.gpus:
@@ -85,14 +84,14 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
-    """The namespace must stay within all `limits`. `labels`, `pools`: the only values of the nodes' labels that are allowed; None: any."""
+    """All `limits` apply. `labels`, `pools`: the allowed values of the nodes' labels; None: any."""
 
     limits: tuple[Limit, ...] = ()
     labels: frozenset[str] | None = None
     pools: frozenset[str] | None = None
 
     def forbidden(self, kind: GpuKind) -> str | None:
-        """A text that says why no pod of the namespace may have this kind of GPU, or None."""
+        """Why no pod of the namespace may have this kind of GPU, or None."""
         if self.labels is not None and kind.label not in self.labels:
             return f"has no quota for {f'model {kind.label}' if kind.label else 'nodes without a model label'}; {_models(self.labels)}"
         if self.pools is not None and kind.pool not in self.pools:
@@ -101,13 +100,13 @@ class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quotas:
-    """A ClusterIndex reports what pods hold. `limits`: by namespace; other namespaces have none. `problem`: why no limits are known."""
+    """A ClusterIndex reports what pods hold. `limits`: by namespace; others have none. `problem`: why no limits are known."""
 
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
         self.problem: str | None = None
         self._used: dict[str, dict[GpuKind, Held]] = {}
-        #: Namespace with limits -> how many times the amounts of one of its pods were subtracted.
+        #: Namespace with limits -> how many times amounts of its pods were subtracted.
         self._freed: dict[str, int] = {}
         self._pods: dict[str, tuple[str, Holding]] = {}
 
@@ -123,14 +122,14 @@ class Quotas:
             self._count(*known, -1)
 
     def node_changed(self, node: NodeState, pods: Iterable[PlacedPod]) -> None:
-        """If `node` has no GPUs (it was removed, perhaps for a moment), what its pods hold there still counts."""
+        """If `node` has no GPUs (it was removed, perhaps for a moment), its pods still count."""
         for pod in pods if node.gpus else ():
             if self.held(pod.uid) != (pod.namespace, self.holding(pod, node)):
                 self.pod_removed(pod.uid)
                 self.pod_placed(pod, node)
 
     def state(self, namespace: str) -> Hashable:
-        """A value that changes whenever the namespace may be allowed more; None: the namespace has no limits."""
+        """Changes whenever the namespace may be allowed more; None: it has no limits."""
         limits = self.limits.get(namespace)
         return None if limits is None else (limits, self._freed.get(namespace, 0))
 
@@ -139,14 +138,14 @@ class Quotas:
     def denied(
         self, namespace: str, gpus: Iterable[CountedGpu], request: PodRequest, freed: Holding = NO_HOLDING
     ) -> Mapping[CountedGpu, str]:
-        """The GPUs on which the pod would exceed the quota, with the reason."""
+        """The GPUs with which the pod would exceed the quota, and why."""
         if namespace not in self.limits:
             return {}
         reasons = {gpu: self.refusal(namespace, on_equal_gpus(gpu, request.containers), freed) for gpu in set(gpus)}
         return {gpu: text for gpu, text in reasons.items() if text is not None}
 
     def refusal(self, namespace: str, wanted: Holding, freed: Holding = NO_HOLDING) -> str | None:
-        """Why the namespace may not hold `wanted` besides what it holds, or None."""
+        """Why the namespace may not hold `wanted` in addition, or None. `freed`: holdings that will have ended."""
         quota = self.limits.get(namespace)
         if quota is None:
             return None
@@ -169,14 +168,13 @@ class Quotas:
         policy: Policy,
         freed: Holding = NO_HOLDING,
     ) -> NodeChoice | Misfit | Rejection:
-        """The choice on this node without the GPUs that the quota denies (see `denied`). If none fits, the quota's Rejection, or a Misfit
-        on a node on which the quota denies no GPU."""
+        """The choice without the GPUs that the quota denies. If none fits: a Rejection if the quota denies GPUs here, else a Misfit."""
         denied = self.denied(namespace, node.counted_gpus, request, freed)
         choice = choose(node, used, replace(request, denied=types_of(denied)) if denied else request, policy)
         return Rejection(min(denied.values())) if denied and isinstance(choice, Misfit) else choice
 
     def without(self, namespace: str, uid: str) -> "Quotas":
-        """A copy of one namespace's quota and use, without what this pod holds. Later changes do not reach the copy."""
+        """A copy of one namespace's quota and use without this pod. Later changes do not reach it."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
         made._used = {namespace: dict(self._used.get(namespace, {}))}
         owner, holding = self.held(uid)
@@ -185,17 +183,15 @@ class Quotas:
         return made
 
     def used(self, namespace: str, limit: Limit) -> Held:
-        """What the pods of the namespace hold within this limit."""
         return _sum(self._used.get(namespace, {}), limit)
 
     def held(self, uid: str) -> tuple[str, Holding]:
-        """The namespace of a placed pod, and what the pod holds."""
+        """(the pod's namespace, what it holds)."""
         return self._pods.get(uid, ("", NO_HOLDING))
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
-        """What the pod holds on this node: what it requests, and more if it was resized to more. On a node with different GPUs, a pod with
-        unknown GPUs counts as if it had the first ones. If the node has neither GPUs nor a label with their model, they may be of any
-        model."""
+        """What the pod requests on this node, or more if it was resized to more. With unknown GPUs on a node with different ones, it counts
+        on the first ones. If the node has neither GPUs nor a model label, they may be of any model."""
         requested, gpus = self._requested(pod, node), node.counted_gpus
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}
@@ -257,14 +253,13 @@ def types_of(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs. Which GPUs they get does not matter: the kubelet gives the devices of an init container to later
-    containers, so both count on the same GPUs."""
+    """What containers hold on equal GPUs. Which ones does not matter: the kubelet gives an init container's devices to later containers, so
+    both count on the same GPUs."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 
 def _holding(gpus: Sequence[CountedGpu], containers: Iterable[ContainerRequest], places: Iterable[Iterable[int]]) -> Holding:
-    """What the containers hold. `places`: the positions of each container's GPUs; a position beyond the end of `gpus` is that of the last
-    GPU."""
+    """`places`: the positions of each container's GPUs; a position beyond the end of `gpus` means the last GPU."""
     use, whole = PodUse(), PodUse()
     for container, positions in zip(containers, places, strict=True):
         for gpu in positions:

@@ -1,4 +1,4 @@
-"""Pods and their requests: amounts per GPU for each container that wants GPUs, and what the pod takes of each GPU."""
+"""Pods and their requests for GPUs, and what a pod takes of each GPU."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, reduce
@@ -15,23 +15,22 @@ from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest, Scaling, chain_needs
 from gpumgr.placement.select import check_request
 
-#: A pod with more containers that request GPUs is refused, because the time of a placement grows with their number.
+#: More are refused, because the time of a placement grows with their number.
 MAX_GPU_CONTAINERS: Final = 64
 
-#: (position of the GPU on its node, amounts) of each GPU of a container.
+#: (position of the GPU on its node, amounts), for each GPU of a container.
 Shares = tuple[tuple[int, Amounts], ...]
 NOTHING: Final = Amounts()
 #: What a quota distinguishes among the GPUs of one node: model, memory in MiB, scaling (see GpuState).
 GpuType = tuple[str, int, Scaling | None]
 
-#: Which of the nodes and GPUs that fit are the best: see `gpumgr.cluster.core.shape`.
+#: Which of the fitting nodes and GPUs are the best; see `shape`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A container requests `gpus` GPUs, and `cores_per_gpu` on each; 100 cores are a whole GPU. `memory_mebibytes` is the sum on all of
-    them. `replica`: the request for each GPU in HAMi's resources. The container may then get shares of several GPUs, and `memory_mebibytes`
-    is 0."""
+    """`cores_per_gpu`: on each of `gpus` GPUs; 100 is a whole GPU. `memory_mebibytes`: on all of them together. `replica`: the request per
+    GPU in HAMi's resources; the container may then have shares of several GPUs, and `memory_mebibytes` is 0."""
 
     kind: ContainerKind = "app"
     gpus: int = 1
@@ -49,7 +48,6 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> Amounts:
-        """What the container requests of its GPU. Only for a vcuda container with a share of exactly one GPU."""
         return Amounts(self.cores, self.memory_mebibytes)
 
     @property
@@ -57,28 +55,28 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
     def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What a GPU must have free for the request: the amounts of `counted`, but at least one core for a replica. The agent refuses a
-        replica on a GPU without a free core, and the kubelet can admit pods in another order than the scheduler placed them: so the
-        scheduler reserves a core for each replica."""
+        """What a GPU must have free: the amounts of `counted`, but at least one core for a replica,
+        because the agent refuses a replica on a GPU without a free core, and the kubelet may admit pods in another order than the scheduler
+        placed them."""
         counted = self.counted(gpu_mebibytes, scaling)
         return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
 
     def counted(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What the request takes from one GPU with this memory; a whole GPU means all its memory. `scaling`: see GpuState."""
+        """What the request takes from one GPU with this memory (a whole GPU: all of it). `scaling`: see GpuState."""
         if self.replica is not None:
             return self.replica.scaled(scaling).counted(gpu_mebibytes)
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 
 class SameGpus:
-    """A container, and the containers that the kubelet puts on the same GPUs because it gives them the replicas of an init container."""
+    """A container, and the containers that the kubelet puts on the same GPUs, because it gives them an init container's replicas."""
 
     def __init__(self, containers: Iterable[ContainerRequest]) -> None:
         self.containers = tuple(dict.fromkeys(containers))
         self._most: dict[tuple[int, Scaling | None], Amounts] = {}
 
     def most(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-        """What one of these GPUs must have; see `ContainerRequest.on`."""
+        """What each of these GPUs must have free (see `ContainerRequest.on`)."""
         key = gpu_mebibytes, scaling
         if key not in self._most:
             self._most[key] = reduce(Amounts.most, (each.on(*key) for each in self.containers))
@@ -86,11 +84,10 @@ class SameGpus:
 
 
 class PodRequest(msgspec.Struct, frozen=True, dict=True):
-    """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then app containers.
+    """The containers that want GPUs, in the order in which the kubelet allocates: init containers and sidecars, then apps.
 
-    `cpu_milli` is the CPU of the whole pod, in thousandths. `node_policy`: the policy that chooses the node, if it differs from the policy
-    that chooses the GPUs of the node. `denied`: types of GPUs that the quota of the pod's namespace denies. A request has no names, so that
-    pods with equal requests share every result.
+    `cpu_milli`: the CPU of the whole pod, in thousandths. `node_policy`: chooses the node, if another policy chooses the GPUs. `denied`:
+    GPUs that the namespace's quota denies. A request has no names, so pods with equal requests share every result.
     """
 
     containers: tuple[ContainerRequest, ...] = ()
@@ -101,48 +98,43 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def without_cpu(self) -> "PodRequest":
-        """The request that decides whether a node fits: without CPU, which kube-scheduler checks. Here CPU only decides which node is the
-        best."""
+        """The part that decides whether a node fits. kube-scheduler checks the CPU; here it only decides which node is the best."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
 
     @cached_property
     def gpu_digest(self) -> bytes:
-        """A digest of the request without `cpu_milli` and `denied`. It is the key of stored results, because constraints may have long
-        texts."""
+        """Without `cpu_milli` and `denied`. A short key for stored results, because constraints may have long texts."""
         return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: the request that its GPUs must fulfil for it and for the containers that reuse them, and the cores that all
-        these take together."""
+        """For each container: the request that its GPUs must fulfil for it and the containers that reuse them, and the cores of all
+        these."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property
     def same_gpus(self) -> Sequence[SameGpus]:
-        """For each container with replicas: it and the containers that use the same GPUs."""
+        """For each container with replicas: it and the containers on the same GPUs."""
         return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
 
     @property
     def in_total(self) -> Amounts:
-        """What kube-scheduler subtracts from a node's sums for the pod. For cores and for memory separately: the sum of the containers and
-        sidecars, or, if that is larger, the largest init container with the sidecars before it."""
+        """What kube-scheduler subtracts from a node's sums. For cores and memory separately: the sum of apps and sidecars or, if larger,
+        the largest init container with the sidecars before it."""
         return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in self.containers)
 
     def least_in_total(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-        """A lower bound of what the pod takes from GPUs with this memory, for every way in which later containers reuse the ids of init
-        containers."""
+        """A lower bound of what the pod takes from GPUs with this memory, however containers reuse ids of init containers."""
         on = ((each, each.on(gpu_mebibytes, scaling)) for each in self.containers)
         return _in_total((each, Amounts(each.gpus * of.cores, each.gpus * of.memory_mebibytes)) for each, of in on)
 
 
 NO_REQUEST: Final = PodRequest()
-#: (UUID of the GPU, or NVML's index where the node has no inventory; amounts) of each GPU of a container.
+#: (UUID, or NVML's index where the node has no inventory; amounts), for each GPU of a container.
 NamedShares = tuple[tuple[str | int, Amounts], ...]
 
 
 class AskingPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod that asks for GPUs. `priority` is Kubernetes' priority."""
-
     uid: str
     namespace: str = ""
     request: PodRequest
@@ -150,14 +142,14 @@ class AskingPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacedPod(AskingPod, frozen=True, kw_only=True):
-    """A pod on its node. `shares` has the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
+    """`shares`: the GPUs of each container of the request; None: not known, so the index assumes a likely choice."""
 
     node: str
     shares: tuple[NamedShares, ...] | None = None
 
 
 class PodUse:
-    """What one pod takes of each GPU. Containers are added in the kubelet's order, since later ones reuse what an init container leaves."""
+    """What one pod takes of each GPU. Add containers in the kubelet's order, because later ones reuse what an init container leaves."""
 
     def __init__(self) -> None:
         self.taken: dict[int, Amounts] = {}
@@ -181,12 +173,11 @@ class PodUse:
             self.reusable[gpu] = pool + fresh if kind == "init" else pool - again
 
     def held(self, gpu: int) -> Amounts:
-        """What the pod takes of the GPU, without what its later containers can reuse."""
+        """What the pod takes of the GPU, without what later containers can reuse."""
         return self.taken.get(gpu, NOTHING) - self.reusable.get(gpu, NOTHING)
 
 
 def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amounts]:
-    """What the pod takes of each GPU if its containers have these shares."""
     use = PodUse()
     for container, each in zip(request.containers, shares, strict=True):
         use.add(container.kind, each)
@@ -194,8 +185,8 @@ def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amou
 
 
 def pod_request(containers: Iterable[ContainerSpec]) -> PodRequest:
-    """`containers`: the pod's containers that request GPUs. Raises Refusal for what every agent refuses, and for both kinds of resources in
-    one pod."""
+    """`containers`: only with requests for GPUs. Raises Refusal for what every agent refuses, and for vcuda resources and HAMi's in one
+    pod."""
     wanted = list(containers)
     if (text := too_many(len(wanted))) is not None:
         raise Refusal("invalid_request", text)
@@ -210,14 +201,13 @@ def pod_request(containers: Iterable[ContainerSpec]) -> PodRequest:
 
 
 def too_many(containers: int) -> str | None:
-    """Why a pod may not have so many containers that request GPUs. kube-scheduler prints the number of nodes before this text."""
+    """Why so many containers with GPUs are refused, or None. kube-scheduler prints the number of nodes before this text."""
     if containers <= MAX_GPU_CONTAINERS:
         return None
     return f"pod with {containers} containers that request GPUs, at most {MAX_GPU_CONTAINERS} are supported; use several pods"
 
 
 def _container_request(wanted: ContainerSpec) -> ContainerRequest:
-    """Raises Refusal."""
     problem = None
     if (replica := wanted.replicas) is not None:
         problem = replica.problem
@@ -248,7 +238,7 @@ def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]
 
 
 def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
-    """The first container. If it is an init container, also the containers to which the kubelet gives its replicas."""
+    """The first container and, if it is an init container, those to which the kubelet gives its replicas."""
     same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
     for each in chain[1:]:
         if replicas > 0:

@@ -1,19 +1,11 @@
 """Compares one request with the nodes: the fitting nodes in order, or the reasons why no node fits.
 
-binpack prefers the node on which the least is left: first the fewest entirely free GPUs if the pod takes whole GPUs, then the least room
-left on the GPUs that it shares. spread prefers the opposite. Among equal nodes, the one with the better joined GPUs is first. topology
-prefers the node with the best joined GPUs. Among equal nodes, and for pods without several whole GPUs in a container, it works as
-binpack.
+docs/scheduler.md describes the policies. Among nodes that are equal for a policy, the one with better connected GPUs is first. With one
+policy for nodes and another for the GPUs of a node, nodes are compared as in HAMi's scheduler: by the used part of all their GPUs.
 
-least-fragmentation prefers the node on which the pod strands the fewest GPU cores: free cores that no pod can use, since too little CPU is
-free on the node, or too little memory on the GPU. On a node, and among equal nodes, it chooses as binpack.
-
-A pod may have one policy for nodes and another for the GPUs of a node. Then nodes are compared as HAMi's scheduler does: by the part of
-all their GPUs that is in use.
-
-A room is a set of equal GPUs with equal use. A share of one GPU is ranked by the room that it gets, without a choice of GPUs. For other
-requests only the ranks of profiles (nodes that differ only by name) are kept. Groups of nodes are compared by the lowest rank that a node
-of the group can have; only nodes that may be among the best are examined.
+A share of one GPU is ranked by its room (equal GPUs with equal use), without a choice of GPUs. For other requests the ranks of profiles
+(nodes that differ only by name) are kept. Groups of nodes are compared by the lowest possible rank of a node in the group, so only nodes
+that may be among the best are examined.
 """
 
 from bisect import bisect_left
@@ -47,24 +39,24 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints
 
 _numbers: Final = count()
-#: A pod is compared on this many fitting profiles: _MOST_CHOICES divided by the number of its containers, at least _FEWEST_PROFILES. If
-#: none fits, the rejection has the reasons of as many profiles.
+#: A pod is compared on at most _MOST_CHOICES / (number of its containers) fitting profiles, or on _FEWEST_PROFILES if that is more. A
+#: rejection has the reasons of as many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
-#: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers such a node.
+#: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers one.
 _LAST: Final = 1 << 60
-#: The rank of a node, its name, and the room of a share there; None: its GPUs must be chosen first.
+#: (rank, node, room of a share there); room None: the GPUs must be chosen first.
 Found = tuple[Rank, str, Room | None]
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """No node that was offered fits. `text` has the reasons."""
+    """No offered node fits. `text`: the reasons."""
 
     text: str
 
 
 class _Best:
-    """The best nodes so far, in no order; at most `most` of them."""
+    """The best nodes so far, unordered."""
 
     def __init__(self, most: int | None) -> None:
         self.most = most
@@ -83,8 +75,8 @@ class _Best:
 
 
 class _OnState(NamedTuple):
-    """A request on nodes with this state. `number` identifies request, policy and set of allowed GPUs, which together with the use of
-    the GPUs decide the choice. `least`: what the pod takes at least in total. `state` is kept, so that no other state gets its id()."""
+    """A request on nodes with this state. `number` identifies request, policy and allowed GPUs, which decide the choice together with
+    the GPUs' use. `least`: what the pod takes at least. `state` is kept so that no other state gets its id()."""
 
     state: NodeState
     number: int
@@ -92,7 +84,7 @@ class _OnState(NamedTuple):
 
 
 class Shape:
-    """One request under one policy. `offered` and `nodes` are sets of nodes: bit masks as in `gpumgr.cluster.core.profiles`."""
+    """One request under one policy. `offered`, `nodes`: sets of nodes, as bits (see `profiles`)."""
 
     def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, *, keep: bool) -> None:
         """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
@@ -106,16 +98,15 @@ class Shape:
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
-        #: `_whole_gpus`: how many idle GPUs a node needs at least. `_largest`: for each (cores, memory blocks) the node needs a GPU with at
-        #: least so much free.
+        #: What a node needs: this many idle GPUs, and for each (cores, memory blocks) of `_largest` one GPU with so much free.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
         constraints = request.constraints
-        #: Whether the pod may use only some of the GPUs with room for it.
+        #: Whether only some of the GPUs with room are allowed.
         of_each = constraints != UNCONSTRAINED and (constraints.of_single_gpus or constraints.unused)
         self._restricted = of_each or bool(request.denied)
-        #: (UUID, type, has MIG devices) -> whether the pod may use the GPU.
+        #: (UUID, type, has MIG devices) -> whether the GPU is allowed.
         self._allowed: dict[tuple[str, GpuType, bool], bool] = {}
         #: By id() of a profile's state, which equal nodes share.
         self._states: dict[int, _OnState] = {}
@@ -123,8 +114,8 @@ class Shape:
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
-        """The nodes that fit, the best one first. With `most` the search tries profiles in the order of their nodes' names, and ends after
-        `enough` that fit. `enough` None: the number from `_MOST_CHOICES`, at least `most`."""
+        """The nodes that fit, the best first. With `most`, profiles are tried in the order of node names until `enough` fit (None: a number
+        from `_MOST_CHOICES`, at least `most`)."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and Question ranks them
             apart = self._apart
@@ -136,7 +127,7 @@ class Shape:
         return sorted(best.found, key=_rank_and_name)
 
     def in_room(self, room: Room, name: str) -> NodeChoice:
-        """The choice for a share that gets this room: the node's first GPU in this room."""
+        """The choice for a share: the node's first GPU in this room."""
         assert self._share is not None, "only shares have rooms"
         place = self._profiles.places[name]
         gpus = zip(place.kind.gpus, place.profile.used, strict=True)
@@ -145,13 +136,12 @@ class Shape:
         return NodeChoice(shares=(((position, amounts),),), taken={position: amounts})
 
     def rank_on(self, name: str, choice: NodeChoice) -> Rank:
-        """The rank of a node with this choice."""
         place = self._profiles.places[name]
         found = self._ranked(place.state, place.profile.used, choice)
         return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
 
     def examine(self, offered: int, most: int | None, *, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice per step: with `reasons` also what `misfits` needs, without `reasons` only whether a
+        """Computes what `fitting` needs, one choice per step. With `reasons` also what `misfits` needs; without `reasons` only whether a
         node fits."""
         if self.request.constraints.use_uuids:
             return
@@ -165,11 +155,11 @@ class Shape:
             yield
 
     def examined(self, profile: Profile) -> Ranked | Misfit:
-        """The rank of the nodes of a profile, or why they do not fit."""
+        """The rank of the profile's nodes, or why they do not fit."""
         if (found := self._kept(profile)) is None:
             choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            # Neither the chosen GPUs nor the users' texts are kept, since they can need much memory (64 containers). The GPUs are chosen
-            # again on the node that is taken.
+            # Chosen GPUs and users' texts can need much memory (64 containers), so they are not kept. The GPUs are chosen again on the
+            # best node.
             if isinstance(choice, NodeChoice):
                 found = self._ranked(profile.state, profile.used, choice)
             else:
@@ -194,7 +184,7 @@ class Shape:
         )
 
     def _choices(self, offered: int, most: int | None, enough: int | None) -> Iterator[tuple[Profile, Ranked | Misfit]]:
-        """The profiles that may fit, each with the result of `examined`."""
+        """The profiles that may fit, with the results of `examined`."""
         if self._whole_gpus:
             offered &= self._profiles.with_idle_gpus(self._whole_gpus)
         profiles = self._profiles.there(offered, idle=self._whole)
@@ -233,11 +223,10 @@ class Shape:
 
     @property
     def _apart(self) -> int:
-        """Nodes where more than one GPU decides whether a share fits: they have GPUs with MIG devices, or their agent chooses the GPU."""
+        """Nodes where more than one GPU decides whether a share fits: those with MIG devices, and those where the agent chooses."""
         return self._profiles.with_mig | (self._profiles.unnamed if self._restricted else 0)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
-        """The profiles for which a rejection gives the reason, and the other profiles, which have less free."""
         profiles = self._profiles.there(offered, idle=self._whole)
         nearest = dict.fromkeys(nlargest(self._enough, profiles, key=self._free_in))
         return list(nearest), [each for each in profiles if each not in nearest]
@@ -257,7 +246,7 @@ class Shape:
             self._add(nodes, None, least, ranked, best)
 
     def _with_least(self, ranked: Ranked, nodes: int) -> list[tuple[Rank, int]]:
-        """Divides nodes with the same `ranked` into sets, each with the lowest rank that a node of it can have."""
+        """Splits nodes with the same `ranked` into sets with the lowest rank that a node of the set can have."""
         rank, taken = ranked
         if taken is None:
             return [(rank, nodes)] if nodes else []
@@ -286,7 +275,7 @@ class Shape:
                 twice, seen = twice | seen & room.nodes, seen | room.nodes
             for room in fits:
                 self._in_room(room, share, left & ~twice, best)
-            if twice & left:  # between two such rooms on a node, the positions of the GPUs decide
+            if twice & left:  # the positions of the GPUs decide between two such rooms on a node
                 self._in_profiles(twice & left, best, None)
             left &= ~seen
 
@@ -303,7 +292,7 @@ class Shape:
                     self._add(nodes, room, least, ranked, best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
-        """Adds nodes with ranks that differ at most in what the pod strands there. No node has a rank below `least`."""
+        """Adds nodes with ranks that differ at most in what the pod strands. `least`: a lower bound of their ranks."""
         rank, taken = ranked
         places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
         if taken is None:
@@ -315,12 +304,12 @@ class Shape:
             found.append(((self._stranded(place, taken), *rank), place.name, room))
             if left is not None and found[-1][0] == least:
                 left -= 1
-                if not left:  # the other nodes have no lower ranks, and later names
+                if not left:  # the other nodes have no lower rank, and later names
                     break
         best.add(found)
 
     def _least_of_cores(self, cores_free: int, share: ContainerRequest) -> Rank:
-        """The beginning of a rank: a lower bound for rooms with so many free cores or more (spread: or fewer)."""
+        """The first part of a rank: a lower bound for rooms with at least so many free cores (spread: at most)."""
         most = CORES_PER_GPU if share.replica is not None else share.cores
         least = 1 if share.replica is not None else share.cores
         if self._by_cpu:
@@ -349,8 +338,8 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
-        """For each group of nodes their number, the name of the node that lacks least, and its Misfit (None: not computed). The caller has
-        checked that no node fits."""
+        """(number of nodes, the one that lacks least, its Misfit or None if it was not computed), for each group. Call it only if no node
+        fits."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -369,7 +358,6 @@ class Shape:
             yield rest.bit_count(), self._first_name(rest), Misfit(container=None, less=True, distance=float("inf"))
 
     def _without_room(self, share: ContainerRequest, nodes: int) -> Iterator[tuple[int, str, None]]:
-        """`misfits` for a share."""
         allowed = nearest = 0
         least = float("inf")
         for room in self._profiles.rooms_of(nodes):
@@ -417,10 +405,9 @@ class Shape:
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """The cores that a pod strands if it takes `taken` of a node with `before`, times `cpu_per_core`, so that the result is an integer.
-    `cpu_free` (None: not known) and `cpu_milli`, which the pod requests, are in thousandths of a CPU. `cpu_per_core`: the CPU that an
-    average pod requests for one core of a GPU.
-    """
+    """The cores that a pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, times `cpu_per_core` to get
+    an integer. In thousandths of a CPU: `cpu_free` (None: not known), `cpu_milli` (the pod's request), `cpu_per_core` (what an average pod
+    requests for one core of a GPU)."""
     free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
     free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
     if cpu_free is not None:
@@ -431,21 +418,20 @@ def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_mill
 
 
 def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
-    """The lowest value of `stranded`. `short_of_cpu`: on nodes with less free CPU than the usable cores need; otherwise on all other
-    nodes."""
+    """The lowest value of `stranded` on nodes with less free CPU than their usable cores need (`short_of_cpu`), or on all others."""
     well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
     return well_used - (taken.free + taken.tight) * cpu_per_core
 
 
 def _by_policy(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
-    """`left`: what the pod leaves on the node, the most important first; `score`: how well its GPUs are joined."""
+    """`left`: what the pod leaves on the node, the most important first. `score`: how well its GPUs are connected."""
     ordered = tuple(-each for each in left) if policy == "spread" else left
     return (-score, *ordered) if policy == "topology" else (*ordered, -score)
 
 
 def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
-    """Ranks a node by the part of its GPUs that is in use: HAMi's score of a node (pkg/scheduler/policy/node_policy.go), in parts per
-    million of each kind."""
+    """By the used part of the node's GPUs, as HAMi scores nodes (pkg/scheduler/policy/node_policy.go), in parts per million of each
+    kind."""
     in_use = 0
     for kind, capacity in (
         ("cores", CORES_PER_GPU * len(node.gpus)),
@@ -458,13 +444,13 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
 
 
 def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """How well a share fills its GPU, in cores: more with less left free, and on a GPU that is in use."""
+    """How well a share fills its GPU, in cores: more with less left, and on a GPU in use."""
     return -left if entirely_free else taken - left
 
 
 @lru_cache(maxsize=4096)
 def _number_of(_key: Hashable) -> int:
-    """A number for the key, since numbers are compared faster. A key that the cache has dropped gets a new number."""
+    """Numbers are compared faster than keys. A key that the cache has dropped gets a new number."""
     return next(_numbers)
 
 
@@ -477,7 +463,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """Rooms of the same tier are equal for a share without replicas: it takes the node's first one."""
+    """A share without replicas takes the node's first room of a tier."""
     return room.cores_free, room.blocks_free
 
 

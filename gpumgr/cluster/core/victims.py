@@ -1,8 +1,7 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
-Sets are compared as kube-scheduler compares them: the best is the set in which the highest priority is the lowest, then the set with the
-fewest pods, then the set with the lowest sum of priorities. With few pods all sets are tried. With more pods the search frees one GPU after
-another, starting from each of 16 GPUs.
+Sets of pods are compared as in kube-scheduler: by the highest priority, then the number, then the sum of priorities; the lowest is the
+best. With few pods all sets are tried; otherwise the search frees one GPU after another, from several starts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -19,17 +18,16 @@ from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: All sets are tried for at most this many pods.
 _MAX_EXACT: Final = 6
-#: The most GPUs from which a search starts: the GPUs with the cheapest pods.
+#: At most so many searches, from the GPUs with the cheapest pods.
 _MAX_FIRST: Final = 16
-#: The cost of a set of victims: their highest priority, their number, the sum of their priorities.
+#: The highest priority, the number, and the sum of priorities of the victims.
 Cost = tuple[int, int, int]
 _NO_PRIORITY: Final = -(1 << 31)
 
 
 class Evictable(msgspec.Struct, frozen=True):
-    """A pod that may be evicted. `gpus`: positions of its GPUs; `cores`: the sum of its cores on all of them."""
+    """A pod that may be evicted. `gpus`: positions. `cores`: on all of them."""
 
     uid: str
     priority: int
@@ -38,7 +36,7 @@ class Evictable(msgspec.Struct, frozen=True):
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """`victims` are UIDs; `choice`: the GPUs that the preemptor gets once the victims have ended."""
+    """`victims`: UIDs. `choice`: the GPUs that the preemptor gets once they have ended."""
 
     victims: frozenset[str]
     choice: NodeChoice
@@ -46,8 +44,8 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Preemptor(msgspec.Struct, frozen=True):
-    """The pod that needs room. `choose` returns its choice, given the node's use and the pods that will have ended. `evicts`: only these
-    pods may be victims; None: all pods."""
+    """The pod that needs room. `choose` gets the node's use and the pods that will have ended. `evicts`: the only pods that may be victims;
+    None: all."""
 
     request: PodRequest
     priority: int
@@ -64,12 +62,12 @@ def find_eviction(
     ending: Set[str] = frozenset(),
     proposed: frozenset[str] = frozenset(),
 ) -> Eviction | None:
-    """The best set of victims among `pods` of this node; it is empty if the pod fits without an eviction. None if no set helps.
+    """The best victims among `pods` of this node: an empty set if the preemptor fits without an eviction, None if no set helps.
 
-    Pods in `unbound` are not bound yet, so they can't be evicted. If such a pod has a lower priority, what it holds (an earlier preemption
-    freed that for the pod) counts as free for the preemptor. Pods in `ending` end anyway. `proposed`: the victims that kube-scheduler
-    proposes, also pods without GPUs. The set contains all of them, with one exception: if the node has too few cores in total (which alone
-    explains the proposal), and all of them are evictable here, a better set need not contain them.
+    `unbound` pods are not bound yet, so they can't be evicted. What those with a lower priority hold counts as free, because an earlier
+    preemption freed it for them. `ending` pods end anyway. `proposed`: kube-scheduler's victims, also without GPUs. The result contains
+    them all. Exception: if the node has too few cores in total, which explains the proposal, and all of them are evictable here, a better
+    set need not contain them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)
@@ -99,7 +97,7 @@ def find_eviction(
         proposed <= _uids(evictable) and _short(node, [preemptor.request, *(pod.request for pod in pods.values())])
     ):
         best = fewest(evictable, lambda uids: found(uids) is not None)
-        # If the pod waits only for pods that end anyway, these are its victims: then it is nominated, and their GPUs are kept for it.
+        # Pods that end anyway are the victims if the preemptor waits only for them; it is then nominated, and keeps their GPUs.
         sets += [_uids(best) or frozenset(lower & ending - unbound)] if best is not None else []
     by_uid = {each.uid: each for each in evictable}
     costs = {uids: _cost([by_uid[uid] for uid in uids & by_uid.keys()], len(uids - ending)) for uids in sets}
@@ -109,7 +107,7 @@ def find_eviction(
 
 
 def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> Collection[Evictable] | None:
-    """The best pods to evict: () if the preemptor fits without evictions, None if it does not fit even without all of them."""
+    """() if the preemptor fits without evictions, None if it does not fit even without all `pods`."""
     if fits(frozenset()):
         return ()
     pool = next(
@@ -128,11 +126,11 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
     on = {gpu: frozenset(each for each in pool if gpu in each.gpus) for gpu in frozenset().union(*(each.gpus for each in pool))}
 
     def grown(first: int) -> frozenset[Evictable]:
-        """The pods of this GPU, then also of the GPU that adds the fewest pods, and so on until the preemptor fits."""
+        """The pods of this GPU, then of the GPU that adds the fewest pods, and so on until the preemptor fits."""
         chosen, left = on[first], on.keys() - {first}
         while left and not fits(_uids(chosen)):
-            # Without the pods of the pool's highest priority the preemptor does not fit. So all sets have the same highest priority, which
-            # is left out of the comparison ([1:]).
+            # Without the pods of the pool's highest priority the preemptor does not fit. So this priority is the same in all sets, and is
+            # left out of the comparison ([1:]).
             nearest = min(left, key=lambda gpu: (_cost(on[gpu] - chosen)[1:], gpu))
             chosen, left = chosen | on[nearest], left - {nearest}
         return chosen if left or fits(_uids(chosen)) else frozenset(pool)
@@ -143,7 +141,7 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
 
 def _reduced(pods: frozenset[Evictable], fits: Callable[[frozenset[str]], bool]) -> frozenset[Evictable]:
-    """Without the pods that can stay, the smallest ones first: this keeps the number of pods low."""
+    """Without the pods that can stay, the smallest first, which keeps the number of pods low."""
     for each in sorted(pods, key=lambda pod: (pod.cores, -pod.priority, pod.uid)):
         if fits(_uids(pods - {each})):
             pods -= {each}
@@ -166,7 +164,7 @@ def _short(node: NodeState, requests: Iterable[PodRequest]) -> bool:
 
 
 def _taken(node: NodeState, pods: Mapping[str, PlacedPod]) -> tuple[dict[str, Mapping[int, Amounts]], Used]:
-    """What each pod holds on each GPU, and what all pods together use."""
+    """(what each pod holds on each GPU, what all use together)."""
     empty = used_on(node, ())
     known = [pod for uid, pod in sorted(pods.items()) if uid in node.reported_shares or pod.shares is not None]
     taken = {
