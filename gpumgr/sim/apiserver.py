@@ -1,9 +1,8 @@
-"""A simulated API server with what a node agent uses: it lists, watches, patches, deletes and evicts the pods of one node. Events, the node
-and access reviews are in `apiserver_objects`.
+"""A simulated API server for the pods of one node: lists, watches, patches, deletions and evictions. Events, the node and access reviews
+are in `apiserver_objects`.
 
-- A watch from a version gets every later change in order; from a version older than the history it gets an ERROR event, 410 Expired.
-- Changes during an outage are visible when the server is back, at the same address.
-- Requests in `forbidden` get 403, and a SelfSubjectAccessReview reports them as not allowed.
+A watch gets every change after its version in order; from a version older than the history it gets an ERROR event, 410 Expired. Changes
+during an outage are visible when the server is back, at the same address.
 """
 
 import asyncio
@@ -27,11 +26,10 @@ _PENDING: Final = PodStatus(phase="Pending")
 class SimApiServer:
     """Serves on loopback between `start` and `stop` (or as an async context manager).
 
-    `delay_seconds` delays every answer and every event. `routes` are served in addition. `on_delete` gets the UID of a pod that a client
-    deleted or evicted. `requests` records "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and the words of `Written`.
-    `forbidden` has pairs such as ("create", "pods/eviction"). `protected`: UIDs of pods with a PodDisruptionBudget that allows no eviction.
-    `written`: what clients wrote.
-    """
+    `delay_seconds` delays every answer and event. `routes` are served in addition. `on_delete` gets the UID of a pod that a client deleted
+    or evicted. `requests` records "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and the words of `Written`.
+    `forbidden`: rights, such as ("create", "pods/eviction"), that clients lack. `protected`: UIDs of pods with a PodDisruptionBudget that
+    allows no eviction."""
 
     def __init__(self, node_name: str, *, on_delete: Callable[[str], None] = lambda _uid: None) -> None:
         self.node_name = node_name

@@ -90,7 +90,6 @@ class SimControl:
                 facts[("migmode", str(gpu))] = mode
 
     def xid(self, gpu: int, number: int, *, gpu_instance: int = _NO_INSTANCE) -> None:
-        """Sends a critical XID event of the GPU, or of one of its GPU instances."""
         self._event(gpu, _EVENT_XID, number, gpu_instance)
 
     def double_bit_error(self, gpu: int, *, count: int = 1) -> None:
@@ -113,7 +112,6 @@ class SimControl:
         self._set(("migreset", str(gpu)), "1")
 
     def set_mig_instances(self, gpu: int, instances: Mapping[int, MigInstance]) -> None:
-        """Replaces the GPU's MIG devices. Keys: NVML's index of the MIG device."""
         with self.changing() as facts:
             _remove(facts, lambda key: key[:2] == ("instance", str(gpu)))
             facts[("remade", str(gpu))] = "1"
@@ -121,8 +119,7 @@ class SimControl:
                 facts[("instance", str(gpu), str(number))] = instance_fact(instance)
 
     def mig_instances(self, gpu: int) -> Mapping[int, MigInstance]:
-        """The MIG devices (by NVML's index) that were set here or changed by callers; empty while the node's description applies. A GPU
-        instance without compute instance has the UUID `-`."""
+        """By NVML's index; empty while the node's description applies. A GPU instance without compute instance has the UUID `-`."""
         found = {}
         for key, value in self._read().items():
             if key[:2] == ("instance", str(gpu)):
@@ -147,8 +144,7 @@ class SimControl:
         self._set(("mpsserver", str(gpu), str(pid)), str(_MPS_SERVER_BYTES))
 
     def attach_mps_client(self, gpu: int, pid: int, server: int) -> None:
-        """Lists the process among the MPS processes and reports its utilization under the pid `server`. It uses nothing until
-        `set_processes` or SimLoad set its use."""
+        """Lists the process among the MPS processes; its utilization is reported under the pid `server`."""
         self._set(("mpsclient", str(gpu), str(pid)), str(server))
 
     def end_mps(self, pid: int) -> None:
@@ -306,7 +302,7 @@ _BUSY_POWER: Final = 10
 
 
 class SimLoad:
-    """Sets processes on GPUs, and the readings that follow from them, in one change of the control file per call. `gpu`: NVML index."""
+    """Sets processes on GPUs, and the readings that follow from them. `gpu`: NVML index."""
 
     def __init__(self, control: SimControl, node: NodeDescription) -> None:
         self._control, self._node = control, node

@@ -1,8 +1,7 @@
-"""A simulated kubelet with the parts that a device plugin uses. It needs neither root nor a cluster.
+"""A simulated kubelet with the parts that a device plugin uses, in one of the versions of kubelet_pods.SUPPORTED.
 
-It behaves like one version of the kubelet (kubelet_pods.SUPPORTED). Below a folder it serves `device-plugins/kubelet.sock` and
-`pod-resources/kubelet.sock`, and writes the device manager's checkpoint. It admits one pod at a time, with the real order of calls and
-choices.
+It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` in a folder, writes the device manager's checkpoint, and admits one
+pod at a time, with the real order of calls and choices.
 """
 
 import asyncio

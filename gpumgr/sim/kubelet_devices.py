@@ -1,13 +1,12 @@
-"""The device manager of the simulated kubelet: which ids a container gets, in the real kubelet's order of choices.
+"""The device manager of the simulated kubelet: which ids a container gets. The kubelet's Topology Manager is not simulated; `align`
+replaces it.
 
-Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, one seeded Random decides here.
+Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, a seeded Random decides.
 
 1. First the ids of the pod's ended init containers, without a call; then the plugin's preference; then any available ids.
 2. The next admission or PodResources List frees the ids of ended pods (`free_ended`).
 3. `free_ended` rebuilds the allocated ids from what pods hold. Ids of an Allocate call that has not returned are missing then, so they are
 offered twice, as in the real kubelet.
-
-The kubelet's Topology Manager is not part of it; `align` replaces it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """The data of the simulated kubelet: its pods, the differences between its versions that device plugins see, and its checkpoint.
 
-Source of the versions: the last patch release of each (1.19.16 to 1.25.16, 1.35.4, 1.37.2): pkg/kubelet/cm/devicemanager,
-pkg/kubelet/apis/podresources, and the API descriptions of k8s.io/kubelet. In these facts 1.21 is as 1.22, and 1.23 as 1.24. For 1.37 only
-the registration was compared.
+Source: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2), pkg/kubelet/cm/devicemanager and
+pkg/kubelet/apis/podresources. In these facts 1.21 is as 1.22, and 1.23 as 1.24. For 1.37 only the registration was compared.
 """
 
 import base64

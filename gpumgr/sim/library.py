@@ -1,8 +1,7 @@
 """Prepares a simulated node: compiles the simulated NVML once, renders the node's files, creates its /sys, and simulates processes.
 
 A prepared folder has `libnvidia-ml.so.1` (a copy, because the library finds its files beside itself), `node.txt`, `control.txt` after the
-first fault, `sys/`, and with processes `proc/` and `cgroup/`. A process that loads this library, by `library_path` or LD_LIBRARY_PATH, sees
-the node.
+first fault, `sys/`, and with processes `proc/` and `cgroup/`. A process that loads the library of this folder sees the node.
 
 `proc` and `cgroup` have only what the agent reads (sources: proc(5), cgroups(7)): PID/stat with state and start time, PID/cgroup, `mounts`
 with the hierarchy (v2), and each cgroup's `cgroup.procs`. As in the kernel, a process appears and disappears atomically.

@@ -147,9 +147,9 @@ _DOCKERSHIM: Final = "dockershim"
 
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found on the node. `live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it names no pod. `holders`:
-    the containers that have ids of gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that
-    accept connections. `registered`: resource -> how many ids the kubelet has."""
+    """`live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it names no pod. `holders`: containers with ids of
+    gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that accept connections. `registered`:
+    resource -> how many ids the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -162,8 +162,7 @@ class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
-    """`to`: the settings file that the plan writes. Raises SettingsError for flags that gpumgr refuses, and InputError if a file that a
-    flag names can't be read."""
+    """`to`: the settings file that the plan writes. Raises SettingsError for refused flags, InputError for unreadable files of flags."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)

@@ -1,7 +1,7 @@
 """Translates HAMi's configuration to gpumgr's settings, where an equivalent exists. Pure.
 
-Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), the environment of its
-DaemonSet, the flags of its scheduler.
+Source: HAMi 2.10: device-config.yaml (ConfigMap hami-scheduler-device), config.json (ConfigMap hami-device-plugin), its DaemonSet's
+environment, its scheduler's flags.
 """
 
 import json
@@ -75,7 +75,6 @@ _FLAGS: Final = (
     "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
     "vcuda.driver_roots, --device-list-strategy enforcement.injection, --kubelet-socket kubelet.device_plugin_dir"
 )
-#: The most characters of a value in a note, enough for the UUIDs of a node's GPUs.
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
 #: HAMi's default folder for its library and for containers; HOOK_PATH overrides it.
@@ -148,7 +147,6 @@ def _notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mig_profiles(config: Mapping[str, Any]) -> Sequence[str]:
-    """The names of all allowed profiles; each GPU ignores profiles of other models."""
     entries = config.get("migprofileallowlist") if config.get("operatingmode") == "mig" else None
     listed = [each.get("profiles") for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
     found = [name for each in listed if each is not None for name in (each if isinstance(each, list) else [each])]

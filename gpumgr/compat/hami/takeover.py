@@ -41,9 +41,8 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class HamiState(msgspec.Struct, frozen=True, kw_only=True):
-    """`objects`: from the API server. `answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders on this
-    host. `library`: path and SHA-256 of HAMi's library. `kubelet`: containers (pod's UID, name) with GPUs of HAMi according to the
-    kubelet; None if not known."""
+    """`answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's on this host. `library`: path and SHA-256.
+    `kubelet`: (pod's UID, name) of containers with GPUs of HAMi, according to the kubelet; None if not known."""
 
     node: str
     objects: Sequence[Object] = ()

@@ -47,11 +47,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 class SimulatedNode:
     """A simulated node, made by `open_node`. `config`: the agent's settings file. `pods`: existing pods by UID. `indices`: NVML's indices
-    by GPU name.
-
-    Faults: `control` causes faults of the GPUs and the driver; `kubelet`, `api` and `runtime` end with `stop` (the kubelet with `kill`) and
-    start again with `start`.
-    """
+    by GPU name. `control` causes faults of the GPUs and the driver."""
 
     def __init__(
         self,
@@ -91,7 +87,6 @@ class SimulatedNode:
 
     @property
     def url(self) -> str:
-        """The page of the agent that was started last."""
         return str(self.agent_log.find("web_listening")[-1]["url"])
 
     async def graph(self) -> list[Facts]:
@@ -224,7 +219,6 @@ class SimulatedNode:
         return found
 
     def healthy(self, gpu: str) -> Mapping[str, int]:
-        """`core` or `memory` -> how many of this GPU's ids are Healthy."""
         return {
             kind: sum(
                 healthy

@@ -100,7 +100,6 @@ class AgentProcess:
         return self._reader is not None and not self._reader.done()
 
     async def start(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the process with this process's environment, without variables that configure an agent, and with `environ`."""
         inherited = {key: text for key, text in os.environ.items() if not _for_an_agent(key)}
         self._process = await asyncio.create_subprocess_exec(
             *self._arguments,

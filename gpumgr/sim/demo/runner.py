@@ -61,9 +61,9 @@ def own_command() -> str:
 
 async def play(*, stays: bool) -> list[Result]:
     """Plays the script, prints the agent's log and the results, and returns the results. `stays`: activity continues after the script.
-    Raises GpumgrError if the simulated node can't be built (no C compiler).
+    Raises GpumgrError without a C compiler.
 
-    Signals are handled before the folder exists and until it is removed, so an interrupted demo leaves no folder.
+    Signals are handled until the folder is removed, so an interrupted demo leaves no folder.
     """
     results: list[Result] = []
     with (

@@ -139,7 +139,6 @@ def _resolve_all(root: Path, entries: Iterable[CacheEntry]) -> tuple[Source, ...
 
 
 def _read_cache(root: Path) -> str:
-    """The output of ldconfig; empty without a working ldconfig or a cache."""
     command = ["ldconfig", "-p"] if root == Path("/") else ["ldconfig", "-r", str(root), "-p"]
     environment = {"LC_ALL": "C", "PATH": _LDCONFIG_PATH}
     try:

@@ -198,8 +198,6 @@ def plan_volume(
 
 @dataclass
 class _PlanBuilder:
-    """The first file of a name is used; files replace links."""
-
     machine: str
     driver_version: str
     shared: Overlay | None
