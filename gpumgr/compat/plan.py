@@ -18,10 +18,9 @@ from gpumgr.settings.schema import flat, plain, sections
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings`: dotted key -> YAML value, only where it differs from the default. `pods`: the consequence for each container. `notes`:
-    what has no counterpart or works differently. `warnings`: what prevents the migration now.
-
-    `stop`, `start`, `rollback` and `clean_up` are shell commands in order, with values from files quoted and comments after "#".
+    """`settings`: dotted key -> YAML value that differs from the default. `pods`: the consequence for each container. `notes`: what has no
+    counterpart or works differently. `warnings`: what prevents the migration now. The other fields are shell commands in order, with values
+    from files quoted and comments after "#".
     """
 
     settings: Mapping[str, object]

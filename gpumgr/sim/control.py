@@ -80,8 +80,8 @@ class SimControl:
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """Resets the GPU: it answers, volatile error counters and recovery action are cleared, a pending MIG mode is in force, and MIG
-        devices of callers are gone."""
+        """Resets the GPU: it answers, without volatile errors, recovery action and MIG devices of callers; a pending MIG mode is in
+        force."""
         with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[1:2] == (str(gpu),) and (key[0] in {"lost", "ecc", "recovery"} or key in made))
@@ -243,8 +243,8 @@ class SimControl:
 
     @contextmanager
     def changing(self) -> Iterator[Facts]:
-        """All facts, for one change in the block, by one caller at a time. Readers see the state before or after it. The lock file counts
-        the changes; the library reads this count from mapped memory, without a system call."""
+        """All facts, for one change in the block, by one caller at a time. The lock file counts the changes; the library reads the count
+        from mapped memory, without a system call."""
         lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -38,8 +38,8 @@ class SimKubelet:
     """A kubelet in this event loop. `async with SimKubelet(folder)` starts and kills it; `folder` must have a short path.
 
     `shape`: the simulated version. `register_error`: Register fails with this text. `register_hangs`: Register never answers.
-    `notices_ends`: while not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: by UID, of each admitted
-    pod that was not deleted. `calls`: the calls to plugins for containers.
+    `notices_ends`: while not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: by UID, without deleted
+    pods. `calls`: to plugins for containers.
     """
 
     def __init__(

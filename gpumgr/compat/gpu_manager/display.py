@@ -47,8 +47,7 @@ def usage_message(report: NodeReport, pods: Pods) -> Message:
     """UsageResponse: the use of GPUs by pod and container, {} while the driver does not answer.
 
     A pod's key is its UID in the API server (for a static pod the mirror pod's), else "namespace/name"; a pod with neither is left out. A
-    container without a known name has its allocation's id. As in gpu-manager, an init container is listed only while it has a process, and
-    a GPU only while the driver lists it.
+    container's key is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they have a process.
     """
     if report.use is None or not report.nvml_up:
         return {}  # the last numbers are outdated

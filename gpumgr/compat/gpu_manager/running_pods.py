@@ -169,8 +169,8 @@ class TakeOver:
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
 
     def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
-        """The input of an attempt with these records; an equal input gives the same result. Once devices are offered the ledger is not part
-        of it, because new grants only reduce the free capacity."""
+        """What the result of an attempt depends on. Once devices are offered, the ledger is not part of it, because new grants only reduce
+        the free capacity."""
         agent_state = self._agent_state
         return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
 
@@ -207,10 +207,9 @@ class TakeOver:
     async def _running(self, left: Holders) -> Mapping[tuple[str, str], PodKey | None]:
         """The containers of `left` that have not ended, with their pods' names. The caller holds the agent state's lock.
 
-        The kubelet's checkpoint still lists ended pods, and for INCOMPLETE_SECONDS after the kubelet's start PodResources lacks running
-        ones. A container has therefore ended if both PodResources and the API server lack it. If one of them is unavailable, the other
-        must lack it for INCOMPLETE_SECONDS.
-        """
+        The kubelet's checkpoint still lists ended pods, so a container has ended if both PodResources and the API server lack it. If one of
+        them is unavailable, the other must lack it for INCOMPLETE_SECONDS, because PodResources lacks running pods after the kubelet's
+        start."""
         listing = await self._admission.list_pods()
         shown = _holders_shown(listing) if listing is not None else {}
         running: dict[tuple[str, str], PodKey | None] = {}

@@ -47,11 +47,11 @@ _log = structlog.get_logger(__name__)
 
 
 class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The folders that containers get at /usr/local/nvidia. Both are links, which stay valid when the driver is replaced.
+    """The folders that containers get at /usr/local/nvidia: links, which stay valid when the driver is replaced.
 
-    share_dir: has the limiting library in place of libcuda and libnvidia-ml. None if it can't be made; `share_error` then says why.
-    whole_dir: has the driver's own files. None if volume.conf has no such volume.
-    problems: sentences about defects that do not prevent the mirror.
+    share_dir: has the limiting library in place of libcuda and libnvidia-ml. None: it can't be made, for the reason `share_error`.
+    whole_dir: has the driver's own files. None: volume.conf has no such volume.
+    problems: defects that do not prevent the mirror.
     """
 
     driver_version: str

@@ -36,10 +36,8 @@ _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed.
-
-    A damaged version is renamed, because containers that have it mounted need the rest of it.
-    """
+    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed. A damaged
+    version is renamed, because containers have it mounted."""
     versions = base / VERSIONS
     place = versions / plan.version
     fresh = versions / f"{_PARTIAL}making-{plan.version}"

@@ -42,8 +42,8 @@ def newer_cuda(environment: bytes) -> str | None:
 
 
 class ImageCheck:
-    """Finds containers with a newer CUDA in the image than the library supports. NVIDIA's images declare it in their environment:
-    CUDA_VERSION (`12.4.1`) and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
+    """Finds images with a newer CUDA than the library supports. NVIDIA's images declare it in their environment: CUDA_VERSION (`12.4.1`)
+    and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
 
     `environment_of`: process -> its environment. A container controls its size and content, and can make the call hang, so it runs on a
     thread of its own.

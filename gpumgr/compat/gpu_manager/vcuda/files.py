@@ -6,8 +6,8 @@ a container can lock a file that it can only read, and would block the agent.
 `vcuda.config` is `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with glibc (FILENAME_MAX
 4096). The library takes exactly 8,240 bytes from one read, at intervals.
 
-`pids.config` is an array of int32, the host's pids, without a header. The library reads at most 1,024, searches them by bisection (so they
-must ascend), and counts only their GPU memory. With an empty file it limits nothing.
+`pids.config` is an array of the host's pids, int32, ascending, because the library searches it by bisection. The library reads at most
+1,024 and counts only their GPU memory. With an empty file it limits nothing.
 
 Processes register by gpu-client.c, a static program. gpumgr's image may contain it compiled beside this module; otherwise `cc` compiles it
 on the node.
