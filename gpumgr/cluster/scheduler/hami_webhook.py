@@ -13,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from gpumgr.cluster.core.request import too_many
-from gpumgr.cluster.scheduler.server import Bodies
 from gpumgr.common.foreign_text import decode_answer
 from gpumgr.kube.pods import quantity_or_0
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
+from gpumgr.web.bodies import Bodies
 
 PATH: Final = "/hami/pods"
 #: The limit of one body, and of all bodies together: any client that reaches the port may send bodies. A larger pod is refused at its

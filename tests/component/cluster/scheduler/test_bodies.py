@@ -10,11 +10,12 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from gpumgr.cluster.scheduler import server
 from gpumgr.cluster.scheduler.hami_webhook import MOST_BYTES, PATH, TOTAL_BYTES, webhook_application
-from gpumgr.cluster.scheduler.server import Bodies, make_application
+from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import WebhookSettings
+from gpumgr.web import bodies as bodies_module
+from gpumgr.web.bodies import Bodies
 from gpumgr.web.http_server import HttpServer
 from tests.background import until
 
@@ -68,7 +69,7 @@ async def test_unfinished_bodies_are_cut_and_whole_ones_are_answered(webhook: Ht
 
 
 async def test_a_body_must_arrive_in_time(webhook: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies_module, "BODY_SECONDS", 0.05)
     reader, writer = await begin(webhook.address, PATH, b"{", 2)
     told = await reader.readuntil(b"the body did not arrive in 0.05 s\n")
     assert told.startswith(b"HTTP/1.1 408")
