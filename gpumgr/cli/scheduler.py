@@ -1,12 +1,14 @@
 """`gpumgr scheduler`: the extender of kube-scheduler."""
 
+from ipaddress import ip_address
 from pathlib import Path
 
 import click
 
 from gpumgr.cli.daemon import run_until_signalled
 from gpumgr.cli.options import ExitingCommand, kubeconfig_option, settings_options
-from gpumgr.cluster.scheduler.lifecycle import parse_listen, run_scheduler
+from gpumgr.cluster.scheduler.lifecycle import run_scheduler
+from gpumgr.common.errors import InputError
 from gpumgr.common.log import configure_log
 from gpumgr.settings import Settings
 
@@ -33,3 +35,16 @@ def command(settings: Settings, kubeconfig: Path | None, listen: str, insecure_l
     place = parse_listen(listen)
     configure_log(settings.log.level, settings.log.format)
     run_until_signalled(lambda stop: run_scheduler(settings, kubeconfig, place, insecure_loopback=insecure_loopback, stop=stop))
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """The address and port of "127.0.0.1:12345" or "[::1]:12345"; port 0 takes a free port. Raises InputError."""
+    host, _, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        ip_address(host)
+    except ValueError as error:
+        raise InputError(f"--listen {text!r}: expected ADDRESS:PORT with an IP address, for example 127.0.0.1:12345") from error
+    if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65535):
+        raise InputError(f"--listen {text!r}: the port must be a whole number from 0 to 65535")
+    return host, int(port)

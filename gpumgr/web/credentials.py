@@ -7,8 +7,9 @@ removing the file revokes it. Earlier certificates stay in use, because certific
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
@@ -138,6 +139,13 @@ class Certificates(_Files[ssl.SSLContext]):
         else:
             _log.error("certificates_unusable", error=str(error), consequence="the earlier certificates stay in use")
         return self._value
+
+
+def certificate_names(certificate: Mapping[str, Any] | None) -> set[str]:
+    """The common names and DNS names of a certificate as ssl.SSLSocket.getpeercert returns it."""
+    found = certificate or {}
+    common = {value for part in found.get("subject", ()) for key, value in part if key == "commonName"}
+    return common | {value for key, value in found.get("subjectAltName", ()) if key == "DNS"}
 
 
 def _stamp(*paths: Path) -> _Stamp:

@@ -31,6 +31,7 @@ from gpumgr.web.responses import (
     json_bytes,
     json_response,
     make_middleware,
+    metrics_response,
     on_response_prepare,
 )
 from gpumgr.web.state import entries_of
@@ -235,7 +236,7 @@ def make_waiting(
         return probe_response(request, (no_driver if request.query.get("only") == "driver" else not_ready)())
 
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(text=WAITING_METRIC, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return metrics_response(WAITING_METRIC.encode())
 
     async def elsewhere(_request: web.Request) -> web.Response:
         return failure(503, f"this agent {waits_for()}, which has the node; ask that one")

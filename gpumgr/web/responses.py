@@ -29,6 +29,14 @@ def json_bytes(body: bytes, *, status: int = 200, headers: Mapping[str, str] | N
     return web.Response(body=body, status=status, headers=headers, content_type="application/json", charset="utf-8")
 
 
+#: The Content-Type of Prometheus' text format.
+METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_response(text: bytes) -> web.Response:
+    return web.Response(body=text, headers={"Content-Type": METRICS_TYPE})
+
+
 def failure(status: int, sentence: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> web.Response:
     return json_response({"error": sentence, **more}, status=status, headers=headers)
 

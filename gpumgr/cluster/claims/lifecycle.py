@@ -15,12 +15,13 @@ from gpumgr.cluster.claims.controller import OBJECTS, OUTCOMES, ClaimsController
 from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.lifecycle import connections, serve, this_replica
-from gpumgr.cluster.scheduler.metrics import Samples, process_gauges, scraped
+from gpumgr.cluster.scheduler.metrics import Samples, process_gauges
 from gpumgr.cluster.scheduler.pages import Routes, page_server, serve_pages
 from gpumgr.common.aio import persistently
-from gpumgr.common.prometheus_text import Family, counter, gauge, render_all
+from gpumgr.common.prometheus_text import Family, counter, gauge, page, render_all
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import replica_resources
+from gpumgr.web.responses import metrics_response
 
 _PROCESS: Final = process_gauges("claims", "writes")
 _OWN: Final[Mapping[Family, Callable[[ClaimWatches, ClaimsController], Samples]]] = {
@@ -46,7 +47,8 @@ FAMILIES: Final = (*_PROCESS, *_OWN)
 def claims_routes(watches: ClaimWatches, controller: ClaimsController) -> Routes:
     async def scrape(_: web.Request) -> web.Response:
         families = {family: read(watches, controller.leads) for family, read in _PROCESS.items()}
-        return scraped(render_all({**families, **{family: read(watches, controller) for family, read in _OWN.items()}}))
+        families |= {family: read(watches, controller) for family, read in _OWN.items()}
+        return metrics_response(page(render_all(families), openmetrics=False))
 
     return {"/metrics": ("metrics", scrape)}
 

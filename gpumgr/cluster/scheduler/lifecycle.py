@@ -37,19 +37,6 @@ REMEDY: Final = "give --kubeconfig FILE, or run in a pod with a service account"
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """The address and port of "127.0.0.1:12345" or "[::1]:12345"; port 0 takes a free port. Raises InputError."""
-    host, _, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        ip_address(host)
-    except ValueError as error:
-        raise InputError(f"--listen {text!r}: expected ADDRESS:PORT with an IP address, for example 127.0.0.1:12345") from error
-    if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65535):
-        raise InputError(f"--listen {text!r}: the port must be a whole number from 0 to 65535")
-    return host, int(port)
-
-
 def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
     """The server's certificates; clients must present a certificate, too. None: plain HTTP, which `insecure_loopback` allows on a loopback
     address. Raises InputError for any other combination."""

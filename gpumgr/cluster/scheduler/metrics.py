@@ -5,7 +5,7 @@ Every label has a bounded set of values: verbs, outcomes and reasons are fixed, 
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, get_args
 
 from aiohttp import web
@@ -18,7 +18,8 @@ from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import Inventory
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.cluster.scheduler.wire import FilterResult, PreemptResult
-from gpumgr.common.prometheus_text import Family, RenderedFamily, gauge, page, render_all, render_metric
+from gpumgr.common.prometheus_text import Family, gauge, page, render_all, render_metric
+from gpumgr.web.responses import metrics_response
 
 VERBS: Final = ("filter", "prioritize", "bind", "preempt")
 #: "rejected": the answer names no node. "error": the answer is an error. "unavailable": another replica is to answer (HTTP 503).
@@ -67,12 +68,6 @@ _MEMORY: Final = gauge(
     "model",
     "part",
 )
-
-
-def scraped(families: Iterable[RenderedFamily]) -> web.Response:
-    """The response to a scrape."""
-    body = page(families, openmetrics=False)
-    return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 def process_gauges(process: str, leader: str) -> Mapping[Family, Callable[[ClusterWatches, bool], Samples]]:
@@ -125,7 +120,8 @@ class SchedulerMetrics:
             _CORES: _by_model(totals, "cores", PARTS, 0.01),
             _MEMORY: _by_model(totals, "memory", PARTS, 1 << 20),
         }
-        return scraped([*render_all(families), *map(render_metric, self._registry.collect())])
+        rendered = [*render_all(families), *map(render_metric, self._registry.collect())]
+        return metrics_response(page(rendered, openmetrics=False))
 
 
 def outcome_of(result: object) -> str:

@@ -6,8 +6,8 @@ leader.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
@@ -18,6 +18,7 @@ from gpumgr.cluster.scheduler.metrics import outcome_of
 from gpumgr.cluster.scheduler.wire import BindArgs, BindResult, FilterArgs, FilterResult, HostPriority, PreemptArgs, PreemptResult
 from gpumgr.common.foreign_text import UnreadableText, decode_answer
 from gpumgr.web.bodies import Bodies
+from gpumgr.web.credentials import certificate_names
 
 _log = structlog.get_logger(__name__)
 
@@ -50,7 +51,7 @@ def make_application(
         """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
 
         async def answer(request: web.Request) -> web.Response:
-            if names and not names & names_of(request.get_extra_info("peercert")):
+            if names and not names & certificate_names(request.get_extra_info("peercert")):
                 answered(name, "error", 0.0)
                 return web.Response(status=403, text="the client certificate has none of scheduler.client_names\n")
             if not extender.answers:
@@ -76,13 +77,6 @@ def make_application(
         ]
     )
     return application
-
-
-def names_of(certificate: Mapping[str, Any] | None) -> set[str]:
-    """The common names and DNS names of a certificate as ssl.SSLSocket.getpeercert returns it."""
-    found = certificate or {}
-    common = {value for part in found.get("subject", ()) for key, value in part if key == "commonName"}
-    return common | {value for key, value in found.get("subjectAltName", ()) if key == "DNS"}
 
 
 async def _answer(

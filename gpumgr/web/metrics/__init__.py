@@ -31,7 +31,7 @@ from gpumgr.web.metrics import containers
 from gpumgr.web.metrics import node as node_metrics
 from gpumgr.web.metrics.containers import render_containers
 from gpumgr.web.metrics.node import render_agent, render_gpus
-from gpumgr.web.responses import accepts
+from gpumgr.web.responses import METRICS_TYPE, accepts
 
 Drift = Literal["freed", "renamed", "adopted", "rejected"]
 
@@ -263,7 +263,7 @@ _GZIP_LEVEL: Final = 1
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 #: Whether the format is OpenMetrics -> the Content-Type.
 _CONTENT_TYPES: Final = {
-    False: "text/plain; version=0.0.4; charset=utf-8",
+    False: METRICS_TYPE,
     True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
 }
 #: Whether the format is OpenMetrics, and whether the page is compressed.

@@ -11,9 +11,10 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.scheduler.lifecycle import certificates, verb_server
-from gpumgr.cluster.scheduler.server import make_application, names_of
+from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
+from gpumgr.web.credentials import certificate_names
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.scene import CERTIFICATES
 from tests.component.web.test_tls import context
@@ -130,11 +131,11 @@ def test_files_that_cannot_be_used_are_named_with_the_schedulers_setting(tmp_pat
 
 def test_names_of_a_certificate() -> None:
     subject = ((("organizationName", "o"),), (("commonName", "system:kube-scheduler"),))
-    assert names_of({"subject": subject, "subjectAltName": (("DNS", "a"), ("IP Address", "1.2.3.4"))}) == {
+    assert certificate_names({"subject": subject, "subjectAltName": (("DNS", "a"), ("IP Address", "1.2.3.4"))}) == {
         "system:kube-scheduler",
         "a",
     }
-    assert names_of(None) == set()
+    assert certificate_names(None) == set()
 
 
 async def test_a_client_with_another_name_is_counted_as_an_error(stage: Stage) -> None:

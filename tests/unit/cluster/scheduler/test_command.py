@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpumgr.cli import group
-from gpumgr.cluster.scheduler.lifecycle import certificates, parse_listen, this_replica
+from gpumgr.cli.scheduler import parse_listen
+from gpumgr.cluster.scheduler.lifecycle import certificates, this_replica
 from gpumgr.common.errors import InputError
 from gpumgr.settings.schema import SchedulerSettings
 
