@@ -31,7 +31,7 @@ _PAUSE_SECONDS: Final = 0.1
 _PAUSES_SECONDS: Final = (0.5, 60.0)
 #: The shortest time between two events about one pod.
 _EVENT_SECONDS: Final = 60.0
-#: The most events of one step; the next step sends the remaining ones, after templates and gates.
+#: The most events of one step; the next step sends the others.
 _MAX_EVENTS: Final = 50
 #: What is written; "sweep": an unused template is deleted.
 OBJECTS: Final = ("template", "gate", "event", "sweep")
@@ -42,8 +42,8 @@ _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceede
 
 
 class ClaimsController:
-    """`run` it as a daemon. `leader`: None if this process is the only one. `clock` is monotonic, in seconds. `writes`
-    counts requests by object and outcome; `refused` is the number of gated pods that the quota does not allow."""
+    """`run` it as a daemon. `leader` None: this process is the only one. `clock` is monotonic, in seconds. `writes` counts requests by
+    object and outcome; `refused` is the number of gated pods that the quota does not allow."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class ClaimsController:
                 await asyncio.sleep(min(_PAUSE_SECONDS, self._period))
 
     async def step(self) -> None:
-        """Creates templates, removes gates, sends events, and deletes unused templates, if due."""
         refused = await self._create_templates()
         events = [*await self._open_gates(), *refused]
         for each in [each for each in events if self._is_due(each)][:_MAX_EVENTS]:
@@ -131,7 +130,7 @@ class ClaimsController:
             _log.info("template_created", namespace=key[0], template=key[1])
 
     async def _sweep(self) -> None:
-        """Deletes the templates that no pod has used for `template_idle_hours`."""
+        """Deletes the templates that no pod and no claim has used for `template_idle_hours`."""
         now, in_use = self._clock(), set(self._watches.templates_in_use())
         self._used_at = {key: now if key in in_use else self._used_at.get(key, now) for key in self._watches.templates}
         for key, each in list(self._watches.templates.items()):
@@ -143,7 +142,7 @@ class ClaimsController:
     # -- gates -------------------------------------------------------------------------------------------------------------
 
     async def _open_gates(self) -> list[_Refused]:
-        """Removes the gates of the pods that the quotas allow. Returns the other pods with the gate."""
+        """Removes the gates of the pods that the quotas allow. Returns the pods that they refuse."""
         pods, quotas = self._watches.pods, self._watches.quotas
         self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
         self._said = {uid: said for uid, said in self._said.items() if uid in pods}
@@ -158,8 +157,7 @@ class ClaimsController:
         return [(pod, _QUOTA_EXCEEDED, text) for pod, text in decision.refused]
 
     async def _open(self, pod: UnboundPod) -> None:
-        """Removes the pod's gate. The API server refuses the patch, by its `test` operations, if the pod was replaced or its gates
-        changed."""
+        """The `test` operations fail if the pod was replaced or its gates changed."""
         gate = f"/spec/schedulingGates/{pod.gate}"
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": pod.uid},
@@ -174,7 +172,7 @@ class ClaimsController:
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     def _is_due(self, refused: _Refused) -> bool:
-        """Whether an event is sent about the pod: its last event has another text and is not recent, and no pause lasts."""
+        """Whether the text is new for this pod, its last event is not recent, and no pause lasts."""
         pod, _, text = refused
         said, paused = self._said.get(pod.uid), self._paused.get(("event", pod.uid), (0.0, 0.0))[0]
         return self._clock() >= paused and (said is None or (said[0] != text and self._clock() >= said[1] + _EVENT_SECONDS))
@@ -197,9 +195,9 @@ class ClaimsController:
         but: tuple[int, ...],
         patch: PatchKind = "merge",
     ) -> bool | None:
-        """Returns True after a write. False: the API server refused it with a status in `but`, because another client changed the object
-        first. None: the write failed (logged at most once a minute), or was not sent, because this process does not lead or the object's
-        pause has not ended. `key` identifies the object. Its pause begins with each request, and doubles with each refusal or failure."""
+        """True: written. False: the API server answered with a status in `but`, because another client changed the object first. None: the
+        write failed, or was not sent because this process does not lead or the pause of the object (`key`) lasts. The pause doubles with
+        each refusal or failure."""
         due, pause = self._paused.get((about, key), (0.0, _PAUSES_SECONDS[0]))
         if not self.leads or self._clock() < due:
             return None

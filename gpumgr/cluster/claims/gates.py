@@ -1,8 +1,7 @@
-"""Decides which pods the quotas of their namespaces allow. Pure.
+"""Decides which pods lose the scheduling gate gpumgr.io/quota. Pure.
 
-The gate is the pod's scheduling gate gpumgr.io/quota. A claim is allocated some time after its pod has lost the gate. Until it is
-allocated, it counts within each limit, so that it exceeds no limit on any GPU. A claim that several pods share counts for each pod that
-waits with it.
+kube-scheduler allocates a claim some time after its pod has lost the gate. Until then the claim counts within each limit of its namespace,
+because it may get any of several kinds of GPUs. A claim that several pods share counts for each gated pod.
 """
 
 from collections import defaultdict
@@ -21,8 +20,7 @@ Kinds = Set[tuple[GpuKind, int]]
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What a pod, or a claim, may still get. `claims`: the requests of each claim that is not allocated yet. `kinds`: the kinds of GPUs
-    that it may get."""
+    """What a pod or a claim may still get. `claims`: the requests of each unallocated claim. `kinds`: the possible kinds of GPUs."""
 
     namespace: str
     claims: Sequence[tuple[ContainerRequest, ...]]
@@ -37,7 +35,7 @@ class Decision(msgspec.Struct):
 
 
 def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
-    """The kinds among `kinds` that the pod may get by its nodeSelector. `pod` None: the pod is not known, so it may get all."""
+    """The kinds of GPUs that the pod's nodeSelector allows. `pod` None: the pod is not known, so all are possible."""
     found = {each for each in kinds if pod is None or (pod.model in (None, each[0].label) and pod.pool in (None, each[0].pool))}
     # No node has such GPUs yet, but a node with these labels may be added.
     label, pool = (pod.model or "", pod.pool or "") if pod is not None else ("", "")
@@ -45,9 +43,8 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """Decides for `pods`, which have gates, in the order of their creation. A pod that must wait for other pods to end keeps its place:
-    what it asks for is not given to a later one. A pod that asks for more than the quota ever allows holds no pod back. `flights`: claims
-    that are not allocated yet, of pods without gates."""
+    """Decides about gated `pods` in the order of their creation. What a waiting pod requests is not given to a later one, unless the quota
+    never allows it. `flights`: unallocated claims of pods without the gate."""
     decision, first = Decision(), dict[str, UnboundPod]()
     #: `granted`: the flights and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with nothing in use.
     granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)

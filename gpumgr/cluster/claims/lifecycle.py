@@ -1,5 +1,4 @@
-"""The process of `gpumgr claims`: credentials, watches, the Lease, metrics, probes and the shutdown. Every label of a metric has a fixed
-set of values."""
+"""The process of `gpumgr claims`: watches, Lease, metrics, probes and shutdown."""
 
 import asyncio
 import socket

@@ -21,8 +21,8 @@ Key = tuple[str, str]
 
 
 class WatchedClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """`containers`: what the claim requests. `placed`: what it holds, as if each device were a container of a pod. `owner`: the
-    UID of the pod that it was made for. `template`: the name of the template that it was made from."""
+    """`containers`: what the claim requests. `placed`: what it holds; each device counts as a container of a pod. `owner`: the UID of the
+    pod that it was made for. `template`: the name of its template."""
 
     uid: str
     key: Key
@@ -55,7 +55,7 @@ class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSlice(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of a node's only ResourceSlice; the `uuid` of each is its device's name, which claims refer to. `key`: the node's name."""
+    """A node's only ResourceSlice. The `uuid` of a GPU is its device's name, as in claims. `key`: the node's name."""
 
     uid: str
     key: str
@@ -129,7 +129,7 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
 
 
 def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> PlacedPod:
-    """What the claim holds. A device without amounts is used as a whole. Each pool has the name of its node."""
+    """A device without amounts is used as a whole. Each pool has the name of its node."""
     containers = [_container(each.get("consumedCapacity") or {}) for each in results]
     amounts = [Amounts(each.cores_per_gpu, each.memory_mebibytes) for each in containers]
     shares = tuple(((str(each["device"]), amount),) for each, amount in zip(results, amounts, strict=True))
@@ -138,8 +138,8 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """What the requests ask for; a request with alternatives counts as the largest one. kube-scheduler allocates no claim with more than
-    MAX_DEVICES devices, so a higher count is lowered to MAX_DEVICES + 1."""
+    """A request with alternatives counts as the largest one. A count above MAX_DEVICES is lowered to MAX_DEVICES + 1, because
+    kube-scheduler never allocates such a claim."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [
@@ -159,8 +159,8 @@ def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerReque
 
 
 def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
-    """What kube-scheduler gives for these amounts: it rounds them up to the steps of the devices' requestPolicy (slices.py). Without
-    an amount of memory it gives all memory of the GPU, as a request by HAMi's resources does."""
+    """What kube-scheduler gives: it rounds amounts up to the steps of the devices' requestPolicy (slices.py). Without an amount of memory
+    it gives all memory of the GPU."""
     asked = _container(requests)
     asked = replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu))
     if asked.whole:
@@ -171,8 +171,7 @@ def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
 
 
 def _container(amounts: Mapping[str, Any]) -> ContainerRequest:
-    """Amounts on one GPU, at most all its cores. Without an amount of cores it is all cores. Memory is 0 without an amount of memory, and
-    for all cores."""
+    """Amounts on one GPU. Missing cores count as all cores. Memory is 0 if it is missing, or if all cores are requested."""
     cores = min(parse_rounded_up(str(amounts.get("cores", CORES_PER_GPU))), CORES_PER_GPU)
     return ContainerRequest(
         cores_per_gpu=cores, memory_mebibytes=0 if cores == CORES_PER_GPU else _mebibytes(amounts.get("memory"))

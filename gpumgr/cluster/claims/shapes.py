@@ -55,7 +55,7 @@ Shape = tuple[ShapeRequest, ...]
 
 
 def parse(name: str) -> Shape:
-    """The shape that this name of a template encodes. Raises ValueError, with the reason, if it encodes none that can be served."""
+    """The shape that a template's name encodes. Raises ValueError with the reason if it encodes none that can be served."""
     text = name.removeprefix(PREFIX.removesuffix("-"))
     found = list(_REQUEST.finditer(text)) if len(name) <= MAX_NAME else []
     if name == text or not found or "".join(each[0] for each in found) != text:
@@ -77,7 +77,6 @@ def parse(name: str) -> Shape:
 
 
 def template(namespace: str, name: str, shape: Shape) -> dict[str, Any]:
-    """The ResourceClaimTemplate of a shape."""
     constraints = [
         {"requests": [f"{each.name}/{step}"], "matchAttribute": attribute}
         for each in shape

@@ -1,8 +1,6 @@
-"""Watches claims, templates and ResourceSlices beside the objects of the scheduler's index, and keeps the pods that wait for the
-controller.
+"""Watches claims, templates and ResourceSlices beside the objects of the scheduler's index.
 
-In the index an allocated claim is a pod of its own, with the UID of the claim, so that quotas count nodes with device plugins and nodes
-with DRA together.
+In the index an allocated claim is a pod with the claim's UID, so that quotas count device plugins and DRA together.
 """
 
 import asyncio
@@ -94,7 +92,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the watches report ---------------------------------------------------------------------------------------------
 
     def _decode_pod(self, item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
-        """Keeps pods without GPU requests, too, while they wait for the controller."""
+        """Also keeps pods without GPU requests while they wait for the controller."""
         found: dict[str, Any] | CpuPod | None = super()._decode_pod(item)
         if isinstance(found, CpuPod):
             return found

@@ -5,8 +5,8 @@ from typing import Final, Literal, get_args
 import msgspec
 
 #: Why a pod waits. "refused": no agent grants the request. "quota": its namespace is at its limit. "resources": no node has enough in
-#: total. "fragmentation": a node has enough in total, but no node has it on GPUs that the pod can use. "elsewhere": GPUs are free, so
-#: kube-scheduler has not tried yet, or rejects these nodes itself.
+#: total. "fragmentation": a node has enough in total, but not on GPUs that the pod can use. "elsewhere": GPUs are free; kube-scheduler has
+#: not tried yet, or rejects these nodes itself.
 Kind = Literal["refused", "quota", "resources", "fragmentation", "elsewhere"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -30,8 +30,8 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Why(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`condition`: the text of the pod's condition PodScheduled. `problem`: why an annotation of the pod is not used, or why gpumgr does
-    not place the pod. `waiting`: only for a pod that is not bound."""
+    """`condition`: the text of the pod's condition PodScheduled. `problem`: why an annotation is not used, or why gpumgr does not place the
+    pod. `waiting`: only for a pod that is not bound."""
 
     namespace: str
     pod: str

@@ -1,4 +1,4 @@
-"""The Binding of a pod: one write that sets its node and its annotations (the API server merges them in the same update)."""
+"""The Binding of a pod: one write that sets its node and its annotations."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -40,8 +40,8 @@ WRITE_SECONDS: Final = LeaseTimes().bind_seconds
 
 
 class BindingError(GpumgrError):
-    """The pod was not bound. `uncertain`: there was no answer, or a server error, so the pod may be bound. `conflict`: the
-    pod has changed in the API server, so an earlier request may have bound it."""
+    """The binding failed. `uncertain`: there was no answer or a server error, so the pod may be bound. `conflict`: the pod has changed in
+    the API server, so an earlier request may have bound it."""
 
     def __init__(self, message: str, *, uncertain: bool = False, conflict: bool = False) -> None:
         super().__init__(message)
@@ -49,8 +49,8 @@ class BindingError(GpumgrError):
 
 
 def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, now_nanoseconds: int) -> dict[str, str]:
-    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if the node has lost a GPU of the placement, or the pod's
-    annotations together would be too long: the API server would accept them in a Binding, but refuse every later update of the pod."""
+    """The annotations of gpumgr, gpu-manager and HAMi. Raises BindingError if the node has lost a GPU of the placement, or if the pod's
+    annotations would be too long: the API server accepts them in a Binding, but then refuses every update of the pod."""
     made = {
         PLACEMENT_ANNOTATION: encode(_placement(pod, placed, node)),
         ASSIGNED: "false",
@@ -75,8 +75,8 @@ def binding_annotations(pod: WatchedPod, placed: PlacedPod, node: NodeState, *, 
 
 
 def _for_hami(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> dict[str, str]:
-    """HAMi's list of the pod's GPUs, with what each container may use, for programs that read the list. HAMi's scheduler does not count the
-    pod, since there is no annotation with the node's name."""
+    """HAMi's list of the pod's GPUs, for programs that read it. HAMi's scheduler does not count the pod, because the annotation with the
+    node's name is left out."""
     if not pod.every_container or placed.shares is None or node.naming != "uuid":
         return {}
     found: dict[str, list[tuple[str, Amounts]]] = {name: [] for name in pod.every_container}
@@ -110,8 +110,8 @@ def _placement(pod: WatchedPod, placed: PlacedPod, node: NodeState) -> Placement
 async def send_binding(
     server: ApiServer, pod: WatchedPod, node: str, annotations: Mapping[str, str], check: Callable[[], None]
 ) -> None:
-    """Sends the binding. `check` is called once a connection is open, and raises BindingError if the binding must not be sent. All
-    failures are raised as BindingError."""
+    """`check` is called once a connection is open, and raises BindingError if the binding must not be sent. Raises BindingError for every
+    failure."""
     body = {
         "apiVersion": "v1",
         "kind": "Binding",

@@ -1,5 +1,4 @@
-"""The verbs of the extender: kube-scheduler's calls filter, prioritize, preempt and bind. Each asks the index, and answers in
-kube-scheduler's format.
+"""The verbs of the extender: kube-scheduler's calls filter, prioritize, preempt and bind.
 
 A verb has no `await` between reading the index and changing it, so verbs that overlap need no lock.
 """
@@ -55,8 +54,8 @@ _REQUEST_SECONDS: Final = 60.0
 
 
 class _Assumed(msgspec.Struct):
-    """A pod with assumed GPUs: they count as its own, although the watch does not show it as bound. `due`: when the API server is asked
-    about the pod. `sending`: a Binding is being sent. `sent`: a Binding has bound it, or may have bound it."""
+    """A pod with assumed GPUs: they count as used by the pod before the watch shows it as bound. `due`: when the API server is asked about
+    the pod. `sent`: a Binding has bound it, or may have bound it."""
 
     pod: WatchedPod
     due: float
@@ -84,8 +83,8 @@ class Extender:
         self._preemption = Preemption(watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(watches, clock=clock)
-        #: Pods with assumed GPUs, and some pods that had assumed GPUs. The pods are kept here because the watch may show a pod later
-        #: than kube-scheduler does, or not at all.
+        #: The pods are kept here, because the watch may show a pod later than kube-scheduler does, or never. Entries without assumed GPUs
+        #: are removed later.
         self._assumed: dict[str, _Assumed] = {}
 
     @property
@@ -99,7 +98,7 @@ class Extender:
         return self._watches.problem
 
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
-        """Decodes the request, computes what the index has no results for, in short slices of the event loop, and calls `filter`."""
+        """Decodes the request, computes missing results of the index in short slices of the event loop, and calls `filter`."""
         pod, names = await self._parsed(args.pod, args.names)
         await in_slices(self._index.settling())
         offered, numbering = self._index.node_set(names) if pod.wants_gpu else 0, self._index.numbering
@@ -120,7 +119,7 @@ class Extender:
         return result
 
     def filter(self, pod: WatchedPod, names: Sequence[str], offered: int) -> FilterResult:
-        """Returns the best nodes among `names` (`offered` is the set of the same nodes), or the reasons why no node fits.
+        """Returns the best nodes among `names`, or the reasons why no node fits. `offered` is the set of the same nodes.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
         """
@@ -138,7 +137,7 @@ class Extender:
         if placed is not None and pod.uid not in self._index.assumed:
             return FilterResult(error="the pod is bound already")
         if self._may_be_bound(pod.uid):
-            # It may be bound already, although kube-scheduler has no answer: it keeps its node and its GPUs.
+            # kube-scheduler may lack the answer to a Binding that succeeded, so the pod keeps its node and its GPUs.
             if placed is None or placed.node not in names:
                 return FilterResult(error="it is not clear yet whether the pod is bound; kube-scheduler will try again")
             return FilterResult(node_names=[placed.node])
@@ -170,7 +169,7 @@ class Extender:
         return Question(self._index, pod.request, pod.policy or self._settings.policy, pod.namespace)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
-        """The victims on one node, or none if no eviction helps, or the pod must not preempt."""
+        """The victims on one node; none if no eviction helps, or if the pod must not preempt."""
         pod, proposed = await self._parsed(args.pod, args.proposed)
         if self.problem is None:
             await self._preemption.keep_nominated()
@@ -181,8 +180,8 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """The best node gets MAX_SCORE; the other fitting nodes get lower scores, by their rank. If none fits, or for a pod without GPUs,
-        all get 0."""
+        """The best node gets MAX_SCORE, the other fitting nodes lower scores by their rank. All others get 0, and so do all nodes for a pod
+        without GPUs."""
         pod, names = await self._parsed(args.pod, args.names)
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:
@@ -205,7 +204,6 @@ class Extender:
         return BindResult()
 
     async def retryable(self) -> WatchedPod | None:
-        """A rejected pod that fits now, if there is one."""
         if self.problem is not None or not self.answers:
             return None
         await self._preemption.keep_nominated()
@@ -221,10 +219,8 @@ class Extender:
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:
-        """Asks the API server about the assumed pods that are due.
-
-        The GPUs of a bound pod stay assumed until the watch shows the pod. A pod that is not bound, has ended or is deleted loses them.
-        """
+        """Asks the API server about the assumed pods that are due. A bound pod keeps its GPUs, which stay assumed until the watch shows the
+        pod. A pod that is not bound, has ended or is deleted loses them."""
         self._assumed = {uid: each for uid, each in self._assumed.items() if uid in self._index.assumed}
         due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
@@ -305,11 +301,8 @@ class Extender:
             self._index.remove(uid)
 
     def _validated(self, pod: WatchedPod, node: str) -> PlacedPod:
-        """Returns the pod's assumed GPUs if they are still free, or if their Binding was sent; else other GPUs of the node that the quota
-        allows.
-
-        Raises BindingError.
-        """
+        """The pod's assumed GPUs if they are still free, or if their Binding was sent; otherwise other GPUs of the node that the quota
+        allows. Raises BindingError."""
         self._preemption.refresh()
         placed = self._index.placement(pod.uid)
         if placed is not None and pod.uid not in self._index.assumed:

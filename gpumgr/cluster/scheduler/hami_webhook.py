@@ -1,8 +1,7 @@
-"""Completes pods that request HAMi's resources, by the rules of config/hami/admission-policies.yaml, in clusters without
-MutatingAdmissionPolicies.
+"""Completes pods that request HAMi's resources, in clusters without MutatingAdmissionPolicies. The rules are the ones of
+config/hami/admission-policies.yaml; config/hami/webhook.yaml selects the pods.
 
-config/hami/webhook.yaml selects the pods. Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in
-pkg/device/nvidia/device.go.
+Source: HAMi 2.10, pkg/scheduler/webhook.go, and MutateAdmission in pkg/device/nvidia/device.go.
 """
 
 from base64 import b64encode
@@ -20,12 +19,11 @@ from gpumgr.settings.schema import WebhookSettings
 from gpumgr.web.bodies import Bodies
 
 PATH: Final = "/hami/pods"
-#: The limit of one body, and of all bodies together: any client that reaches the port may send bodies. A larger pod is refused at its
-#: creation.
+#: Limits of one body and of all bodies together, because any client that reaches the port may send bodies.
 MOST_BYTES: Final = 1 << 20
 TOTAL_BYTES: Final = 16 << 20
 _NONE: Final = ("", "0")
-#: A container with a limit of such a name gets GPUs from a device plugin, even if it uses none of HAMi's resources.
+#: A container with such a limit gets GPUs from a device plugin, even without HAMi's resources.
 _OTHER_GPUS: Final = ("nvidia.com/", "tencent.com/vcuda-")
 
 
@@ -79,7 +77,7 @@ def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSet
 def _env(
     container: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSettings, *, asks: bool, wanted: bool
 ) -> Iterator[tuple[str, str]]:
-    """Variables that the container gets, unless it has them. `asks`: it requests GPUs; `wanted`: a container of the pod requests GPUs."""
+    """Variables that the container gets, unless it has them. `asks`: it requests GPUs; `wanted`: some container of the pod does."""
     resources = container.get("resources") or {}
     limits = resources.get("limits") or {}
     if wanted and hami.priority_resource in limits:

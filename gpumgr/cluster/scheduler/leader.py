@@ -22,7 +22,7 @@ _FAILED = (*API_FAILURES, *UNREADABLE)
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """`identity` differs for each process. `pod`: the name of its pod, for the label; None: the process runs outside of a pod."""
+    """`identity` differs for each process. `pod`: the name of its pod, for the label; None: no label is set."""
 
     namespace: str
     lease: str
@@ -31,11 +31,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leadership:
-    """Call `run` as a daemon, and then `release`. `refresh` is awaited after the Lease was taken; this replica answers once `refresh` has
-    returned.
-
-    `clock` is monotonic, in seconds.
-    """
+    """Call `run` as a daemon, and then `release`. A replica that has taken the Lease awaits `refresh` before it answers. `clock` is
+    monotonic, in seconds."""
 
     def __init__(
         self,
@@ -49,8 +46,8 @@ class Leadership:
         self._server, self._replica, self._refresh, self._clock = server, replica, refresh, clock
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{replica.namespace}/leases"
         self._candidate = Candidate(me=replica.identity, times=times or LeaseTimes())
-        #: `_terms` counts how often this replica has begun to lead. `_term`: the present term; 0: it does not lead. `_refreshed`: the
-        #: last term that `refresh` has completed.
+        #: `_terms` counts the terms of this replica. `_term`: the present one; 0: it does not lead. `_refreshed`: the last term in which
+        #: `refresh` has returned.
         self._terms, self._term, self._refreshed = 0, LatestValue(0), 0
         self._logged = ""
 
@@ -124,8 +121,7 @@ class Leadership:
         return parse_lease(found) if found is not None else None
 
     async def _write(self, holder: str, seconds: int, seen: Lease | None) -> Lease:
-        """Creates the Lease, or changes it. The version of `seen` is a precondition: the API server answers 409 if the Lease has another
-        one."""
+        """Creates the Lease, or changes it if it still has the version of `seen`; otherwise the API server answers 409."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {"holderIdentity": holder, "leaseDurationSeconds": seconds, "renewTime": now}
         if seen is None:
@@ -182,7 +178,7 @@ class Leadership:
                     await set_label(name, None)
 
     def _log_once(self, error: BaseException) -> None:
-        """Logs a failure, unless it repeats the last logged one and no step has succeeded in between."""
+        """Logs a failure, unless it repeats the last one and no step has succeeded in between."""
         if (text := failure_text(error)) != self._logged:
             self._logged = text
             _log.warning("leader_election_retries", lease=self._replica.lease, error=text)

@@ -1,11 +1,10 @@
-"""Decides which of several replicas answers, from what was read from a Lease and written to it, and when. Pure.
+"""Decides from the reads and writes of a Lease which of several replicas leads. Pure.
 
-Times are seconds of this process's own monotonic clock; the times in the Lease are for people. So the clocks of the replicas need not
-agree; they need only run at about the same speed.
+Times are seconds of this process's own monotonic clock, so the clocks of the replicas need only run at about the same speed.
 
-Invariant: the periods in which two replicas lead do not overlap. A leader leads for `lead_seconds` after it has *begun* a write that
-succeeded. Another replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer; its write
-has the version that it saw as a precondition, so it fails if the Lease has changed since.
+Invariant: two replicas never lead at the same time. A leader leads for `lead_seconds` after it has *begun* a write that succeeded. Another
+replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer. This write fails if the Lease has
+changed since, because the version that was seen is a precondition.
 """
 
 from collections.abc import Mapping
@@ -17,9 +16,7 @@ from msgspec.structs import replace
 
 class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
     """A leader stops answering `lead_seconds` after its last write of the Lease, and stops sending bindings `bind_seconds` before that.
-
-    With these times another replica takes over within 12 s after the leader's last write.
-    """
+    With these times another replica takes over within 12 s after the last write."""
 
     lease_seconds: int = 10
     lead_seconds: float = 7.0
@@ -31,8 +28,7 @@ class LeaseTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The Lease as the API server has it. `version` is its resource version. `holder` is empty if the Lease was released. `renewed`
-    differs for each write."""
+    """`version`: its resource version. `holder` is empty after a release. `renewed` differs for each write."""
 
     holder: str
     version: str
@@ -41,8 +37,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's view. `seen` is the Lease as last read (None: there is none), `seen_at` the time when it was first seen with this
-    content, `until` the time when this replica ceases to lead."""
+    """One replica's view. `seen`: the Lease as last read; None: there is none. `seen_at`: when this content was first seen. `until`: when
+    this replica ceases to lead."""
 
     me: str
     times: LeaseTimes = LeaseTimes()
@@ -69,7 +65,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, until=float("-inf"))
 
     def may_write(self, now: float) -> bool:
-        """Whether this replica may renew, take or create the Lease."""
         return now >= self._expires or (self.seen is not None and self.seen.holder in (self.me, ""))
 
     def pause_seconds(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""The life of the scheduler's process: credentials, watches, servers, the Lease and the shutdown."""
+"""The scheduler's process: credentials, watches, servers, the Lease and the shutdown."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/na
 
 
 def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: bool) -> Certificates | None:
-    """The server's certificates; clients must present a certificate, too. None: plain HTTP, which `insecure_loopback` allows on a loopback
-    address. Raises InputError for any other combination."""
+    """The server's certificates; clients must present one, too. None: plain HTTP, which `insecure_loopback` allows on a loopback address.
+    Raises InputError for any other combination."""
     cert_file, key_file, client_ca_file = settings.tls_cert_file, settings.tls_key_file, settings.client_ca_file
     if insecure_loopback:
         if cert_file is not None:
@@ -60,7 +60,6 @@ def certificates(settings: SchedulerSettings, host: str, *, insecure_loopback: b
 def verb_server(
     application: web.Application, listen: tuple[str, int], tls: Certificates | None, *, stop_seconds: float
 ) -> HttpServer:
-    """The server for the requests of the control plane."""
     # Go's client keeps only two idle connections, so a burst of binds opens many new ones.
     limits = Limits(connections=4096, request_seconds=30.0, stop_seconds=stop_seconds)
     host, port = listen
@@ -83,8 +82,7 @@ def webhook(settings: Settings, host: str) -> HttpServer | None:
 
 
 def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "scheduler") -> Replica:
-    """This process as a candidate for the Lease, from the settings and the pod's environment (downward API). Raises InputError if the
-    namespace is not known."""
+    """This process as a candidate for the Lease. Raises InputError if the namespace is not known."""
     namespace = settings.lease_namespace or _pod_namespace()
     if namespace is None:
         raise InputError(f"outside of a pod, set {section}.lease_namespace to the namespace of the Lease")
@@ -93,7 +91,7 @@ def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "s
 
 
 def own_pod_path() -> str | None:
-    """The path of the pod that this process runs in, from its environment (downward API); None: not known."""
+    """The API path of this process's pod, from its environment (downward API); None: not known."""
     name, namespace = os.environ.get("POD_NAME"), _pod_namespace()
     return pod_path(namespace, name) if name and namespace else None
 
@@ -107,10 +105,8 @@ def _pod_namespace() -> str | None:
 async def run_scheduler(
     settings: Settings, kubeconfig: Path | None, listen: tuple[str, int], *, insecure_loopback: bool, stop: asyncio.Event
 ) -> None:
-    """Serves until `stop` is set. Then it finishes the requests that still run, and gives up the Lease.
-
-    Raises InputError for credentials, certificates or an address that can't be used.
-    """
+    """Serves until `stop` is set. Then it finishes the requests that still run, and gives up the Lease. Raises InputError for credentials,
+    certificates or an address that can't be used."""
     wanted = settings.scheduler
     tls = certificates(wanted, listen[0], insecure_loopback=insecure_loopback)
     hami_webhook = webhook(settings, listen[0])
@@ -171,8 +167,8 @@ async def serve(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """Two clients. The second is only for the Lease: bindings that wait for a slow API server can use up all connections of the first. The
-    second client ignores Retry-After, since a leader must renew its Lease in time. Raises SettingsError."""
+    """Two clients. The second is only for the Lease, because bindings can use up all connections of the first. It ignores Retry-After,
+    because a leader must renew its Lease in time. Raises SettingsError."""
     lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 

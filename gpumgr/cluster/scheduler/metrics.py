@@ -1,7 +1,4 @@
-"""The scheduler's metrics: calls of the extender (verbs) are counted when they end; all other values are read at each scrape.
-
-Every label has a bounded set of values: verbs, outcomes and reasons are fixed, models are the cluster's.
-"""
+"""The scheduler's metrics. Verbs (kube-scheduler's calls) are counted when they end; all other values are read at each scrape."""
 
 import platform
 from collections import Counter
@@ -102,12 +99,10 @@ class SchedulerMetrics:
         ProcessCollector(registry=self._registry)
 
     def answered(self, verb: str, outcome: str, seconds: float) -> None:
-        """Counts an answer."""
         self._seconds[verb, outcome].observe(seconds)
 
     async def response(self, waiting: Counter[Kind | None]) -> web.Response:
-        """`waiting`: how many pods wait for each reason; None: not examined. The caller refreshes the rows
-        first."""
+        """`waiting`: how many pods wait for each reason; None: not examined. Refresh the rows first."""
         totals = await self._rows.totals()
         inventories = Counter(node.inventory for node in self._rows.nodes.values())
         families: dict[Family, Samples] = {
@@ -125,7 +120,6 @@ class SchedulerMetrics:
 
 
 def outcome_of(result: object) -> str:
-    """The outcome of an answer of the extender: one of OUTCOMES."""
     if getattr(result, "error", ""):
         return "error"
     match result:
@@ -139,6 +133,6 @@ def outcome_of(result: object) -> str:
 
 
 def _by_model(totals: Totals, what: str, parts: tuple[str, ...], unit: float) -> dict[tuple[str, ...], float]:
-    """(Model, part) -> amount. Each model has all parts, also parts that are 0, so that the first amount of a part shows as an increase."""
+    """(Model, part) -> amount. A part that is 0 is included, so that its first amount shows as an increase."""
     models = {model for counted, model, _ in totals if counted == what}
     return {(model or "unknown", part): round(totals[what, model, part] * unit, 2) for model in models for part in parts}

@@ -15,7 +15,7 @@ _CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, 
 
 
 class NodeRow(msgspec.Struct, frozen=True):
-    """`row` is the node's row of the page, as JSON. `sums`: what is free on its offered GPUs together."""
+    """`row` is the node's row of the page. `sums`: what is free on its offered GPUs together."""
 
     row: msgspec.Raw
     totals: Totals
@@ -47,7 +47,6 @@ class NodeRows:
             yield
 
     async def totals(self) -> Totals:
-        """The sums over all nodes."""
         totals = Totals()
         async for node in sliced(list(self.nodes.values())):
             totals.update(node.totals)

@@ -52,7 +52,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 
 
 class CpuPod(msgspec.Struct, frozen=True):
-    """A pod without GPU requests on its node. `cpu_milli` is in thousandths."""
+    """A pod without GPU requests on its node."""
 
     uid: str
     node: str
@@ -90,19 +90,17 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
         return [*self.init_containers, *self.containers]
 
     def wants_any(self, names: Iterable[str]) -> bool:
-        """Whether a container requests one of these resources."""
         return any(each.wants_any(names) for each in self.all_containers)
 
     @property
     def resources_named(self) -> set[str]:
-        """The names of all resources that the pod or a container requests."""
         holders = [self.resources, *(each.resources for each in self.all_containers)]
         return {name for each in holders for name in each.wanted} | self.overhead.keys()
 
     def milli(self, resource: str) -> int:
-        """What kube-scheduler counts, in thousandths: the sum of app containers and sidecars, or what is needed while an init container
-        runs, if that is more. A request of the pod itself replaces this amount. The pod's overhead is added. The API server sets missing
-        requests to the limits."""
+        """What kube-scheduler counts, in thousandths: the sum of app containers and sidecars, or what an init container needs with the
+        sidecars before it, if that is more. A request of the pod itself replaces this amount. The overhead is added. The API server sets
+        missing requests to the limits."""
         most = sidecars = 0
         for each in self.init_containers:
             own = _milli(each.resources.wanted, resource)
@@ -123,8 +121,8 @@ class _Pod(msgspec.Struct):
 
 
 def decode_pod(item: msgspec.Raw, gpu_resources: Iterable[str] = VCUDA_NAMES) -> dict[str, Any] | CpuPod | None:
-    """The whole object of a pod with GPU requests. Most pods have none: they are reduced to their CPU on their node, or to None without a
-    node. Raises ValueError."""
+    """The whole object of a pod with GPU requests. Other pods are reduced to their CPU on their node, or to None without a node. Raises
+    ValueError."""
     pod = decode_stored(item, _Pod)
     if pod.spec.wants_any(gpu_resources):
         found: dict[str, Any] = decode_stored(item)
@@ -152,9 +150,9 @@ Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
 class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """`inventory`: how the scheduler sees the node's GPUs. "outdated": the inventory (the agent's annotation with its GPUs) has more GPUs
-    than the kubelet of this Ready node, so the agent was removed, or can't write. "none": the GPUs are derived from the node's capacity
-    (gpu-manager's nodes), or there are none. `problem`: why its inventory or capacity is not used."""
+    """`inventory` is about the agent's annotation with the node's GPUs. "outdated": it has more GPUs than the kubelet of this Ready node,
+    because the agent was removed or can't write. "none": the GPUs are derived from the node's capacity, as on gpu-manager's nodes.
+    `problem`: why inventory or capacity is not used."""
 
     uid: str
     state: NodeState
@@ -164,12 +162,10 @@ class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedPod(AskingPod, frozen=True, kw_only=True):
-    """`containers` are the names of the containers that want GPUs, in the request's order; `places` their index in spec.containers (None:
-    an init container). `every_container`: the names of all containers of a pod with HAMi's resources, otherwise empty. `policy` None: the
-    setting counts. `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `annotation_bytes`: size
-    of its annotations. `problem`: why an annotation is not used. `nominated`: the node that kube-scheduler frees for it by preemption.
-    `ending`: it is being deleted.
-    """
+    """`containers`: the names of the containers that want GPUs, in the request's order. `places`: their index in spec.containers; None: an
+    init container. `every_container`: the names of all containers; empty without HAMi's resources. `policy` None: the setting counts.
+    `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `problem`: why an annotation is not used.
+    `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted."""
 
     name: str
     node: str | None = None
@@ -338,14 +334,13 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
 
 
 def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
-    """Containers with HAMi's amounts that would get no GPU."""
+    """Containers with an amount of HAMi's and no GPU."""
     names = (hami.count_resource,)
     return [each.name for each in spec.all_containers if each.wants_any(hami.amounts) and not each.wants_any(names)]
 
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """The request of a pod that is on a node although `pod_request` refuses it. The node's agent grants containers one by one, even if they
-    are too many or request both kinds of resources."""
+    """The request of a pod that is on a node although `pod_request` refuses it: the node's agent grants containers one by one."""
     try:
         return PodRequest(tuple(pod_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -353,8 +348,8 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """If a pod has too many containers, keeps the largest, one more than are allowed. So the pod still holds all GPUs of its node (see
-    `used_on`), but thousands of containers do not block the event loop."""
+    """Keeps at most one container more than are allowed, the largest ones. So a pod with too many still holds all GPUs of its node (see
+    `used_on`), and does not block the event loop."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
@@ -374,8 +369,7 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             if not _fits(container, named[-1]):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
-    # The agent writes gpu-manager's annotations to every pod, even if it chose the GPUs itself. These annotations lack the amounts of
-    # replicas.
+    # The agent writes gpu-manager's annotations, which lack the amounts of replicas, to every pod.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []
@@ -401,8 +395,8 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
-    """Whether a replica may hold these amounts on some GPU. The pod's node may have higher scaling factors than the factors that are known
-    here. If the annotation of a pod claims too little, the node's agent reports what the pod holds."""
+    """Whether a replica may hold these amounts on some GPU. The node's scaling factors may be higher than the ones known here. If the
+    annotation claims too little, the node's agent reports what the pod holds."""
     if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
         memory = 0 if replica.whole else replica.memory_mebibytes or 0
         return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory

@@ -1,7 +1,5 @@
-"""What the scheduler shows to people and to Prometheus: the cluster page, its data, the reasons of a pod, metrics and probes.
-
-Every replica serves them, from its own index. The access rules are the same as for the node's page.
-"""
+"""The scheduler's pages: the cluster page, its data, the reasons of a pod, metrics and probes. Every replica serves them from its own
+index, with the access rules of the node's page."""
 
 import asyncio
 import math
@@ -43,9 +41,9 @@ _log = structlog.get_logger(__name__)
 PAGE: Final = Path(__file__).with_name("page") / "index.html"
 #: The most waiting pods that the page lists.
 MAX_PENDING: Final = 1000
-#: The kinds of reasons of all waiting pods are computed at most once in this time.
+#: The reasons of all waiting pods are computed at most once in this time.
 _KEPT_SECONDS: Final = 1.0
-#: At most this many questions about single pods are answered at a time, since each examines all nodes; further ones wait.
+#: The most calls of /api/why that are answered at a time, because each examines all nodes.
 _MAX_QUESTIONS: Final = 4
 #: Path -> who may read it, and its handler.
 Routes = Mapping[str, tuple[Scope, Handler]]
@@ -141,7 +139,6 @@ def _row(pod: WatchedPod, kind: str | None, limit: str) -> dict[str, Any]:
 
 
 def _compressed(content: Any) -> web.Response:
-    """Compressed if the client accepts that."""
     response = json_response(content)
     response.enable_compression()
     return response
@@ -155,8 +152,6 @@ def application_of(
     *,
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
-    """The pages and the probes."""
-
     async def healthz(_: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 

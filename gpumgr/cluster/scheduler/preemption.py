@@ -1,8 +1,7 @@
-"""The extender's verb (call of kube-scheduler) preempt, and GPUs that are kept for the pods that preempt.
+"""kube-scheduler's call preempt, and GPUs that are kept for the pods that preempt.
 
 kube-scheduler evicts the victims and nominates their node for the pod (status.nominatedNodeName). Until the pod is bound, other pods of the
-same or a lower priority must not take the GPUs. So the GPUs are assumed for the pod while the victims still hold them, and stay taken when
-the victims end.
+same or a lower priority must not take the GPUs. So the GPUs are assumed for the pod while the victims still hold them.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _log = structlog.get_logger(__name__)
 
-#: A call examines at most _MAX_NODES nodes, and no further node once the sum of GPUs x pods on the nodes before it reaches _MAX_WORK. A
-#: node with 8 GPUs and 80 pods takes 20 ms, one with 16 and 160 up to 0.2 s, one with 64 and 640 up to 1 s.
+#: A call examines at most _MAX_NODES nodes, and none after the sum of GPUs x pods has reached _MAX_WORK. A node with 8 GPUs and 80 pods
+#: takes 20 ms, one with 64 and 640 up to 1 s.
 _MAX_NODES: Final = 32
 _MAX_WORK: Final = 20_480
 #: A node as it was examined. A NodeChoice names GPUs by their positions in this NodeState.
@@ -47,21 +46,21 @@ class _Kept:
 
 
 class Preemption:
-    """`kept`: the GPUs that are kept, by the UID of their pod. `clock` is monotonic, in seconds."""
+    """`kept` has the UID of the pod as key. `clock` is monotonic, in seconds."""
 
     def __init__(self, watches: ClusterWatches, settings: SchedulerSettings, *, clock: Callable[[], float]) -> None:
         self._watches, self._settings, self._clock = watches, settings, clock
         self._index, self._quotas = watches.index, watches.quotas
         self.kept: dict[str, _Kept] = {}
-        #: Nominated pods that have been looked at: GPUs are kept once for each nomination.
+        #: Nominated pods that have been examined: GPUs are kept once for each nomination.
         self._seen: set[str] = set()
         self._keeping = asyncio.Lock()
 
     # -- kept GPUs ---------------------------------------------------------------------------------------------------------
 
     async def keep_nominated(self) -> None:
-        """Keeps GPUs for nominated pods that the watch has shown for the first time. Each verb first waits for this. A thread examines the
-        nodes; a node that changes in the meantime is examined again before the next verb."""
+        """Keeps GPUs for newly nominated pods. Each verb (call of kube-scheduler) awaits this first. A node that changes while a thread
+        examines it is examined again before the next verb."""
         async with self._keeping:
             self.refresh()
             nominated = self._watches.nominated
@@ -100,7 +99,7 @@ class Preemption:
         self._index.remove(uid)
 
     def restore(self, uid: str) -> None:
-        """Assumes the kept GPUs again, after filter has removed them and rejected the pod because its victims have not ended."""
+        """Assumes the kept GPUs again, for example after filter has rejected the pod because its victims have not ended."""
         if (kept := self.kept.get(uid)) is not None:
             self._index.assume(kept.pod)
 
@@ -135,10 +134,9 @@ class Preemption:
     async def preempt(
         self, pod: WatchedPod, proposed: Mapping[str, tuple[frozenset[str], int]], rejected: Sequence[str]
     ) -> PreemptResult:
-        """Proposes at most one node, so that it is clear which GPUs are to be kept. `proposed`: node -> the UIDs of the victims that
-        kube-scheduler proposes, and their violations of PodDisruptionBudgets. `rejected`: nodes that filter has rejected. They have
-        passed kube-scheduler's own filters, so preemption may take them, too. A thread examines the nodes; a node that changes in the
-        meantime is not taken."""
+        """Proposes at most one node, so that it is clear which GPUs are to be kept. `proposed`: node -> the UIDs of kube-scheduler's
+        victims, and their violations of PodDisruptionBudgets. `rejected`: nodes that filter has rejected; they have passed kube-scheduler's
+        own filters. A node that changes while a thread examines it is not taken."""
         found: list[tuple[int, Cost, int, str, Eviction, _NodeView]] = []
         for name in self._nodes_to_examine(pod, proposed, rejected):
             uids, violations = proposed.get(name, (frozenset(), 0))
@@ -163,7 +161,7 @@ class Preemption:
     def _nodes_to_examine(
         self, pod: WatchedPod, proposed: Mapping[str, tuple[Set[str], int]], rejected: Sequence[str]
     ) -> list[str]:
-        """The most promising nodes among the nodes that have pods of a lower priority."""
+        """The most promising nodes with pods of a lower priority."""
         lowest = {
             name: min((each.priority for each in self._index.pods_on(name).values()), default=pod.priority)
             for name in {*proposed, *rejected}
@@ -176,8 +174,8 @@ class Preemption:
         return [name for name, before in zip(ordered, work, strict=False) if before < _MAX_WORK]
 
     def _examination(self, pod: WatchedPod, name: str, proposed: frozenset[str] = frozenset()) -> Callable[[], Eviction | None]:
-        """Returns a function that finds the victims on the node as it is now, without what is kept for the pod itself; it may run on a
-        thread. A pod above its quota evicts only pods of its own namespace, which free enough of the quota."""
+        """Returns a function for a thread. It finds the victims on the node as it is now, without what is kept for the pod itself. A pod
+        above its quota evicts only pods of its own namespace, which free enough of the quota."""
         node = self._index.node(name)
         if node is None:
             return lambda: None

@@ -1,7 +1,6 @@
-"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap.
+"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap; all of them apply together.
 
-The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md). The limits of
-both keys apply together.
+The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md).
 """
 
 from collections import defaultdict
@@ -31,7 +30,7 @@ _Text = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
 class WatchedQuotas(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ConfigMap says. `problem`: why `limits` can't be used."""
+    """The ConfigMap's limits. `problem`: why they can't be used."""
 
     uid: str
     limits: Mapping[str, NamespaceQuota] = {}
@@ -71,7 +70,7 @@ class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
-    """Parses the ConfigMap. Raises KeyError, TypeError or AttributeError for an object that is no ConfigMap."""
+    """Raises KeyError, TypeError or AttributeError for an object that is no ConfigMap."""
     uid, data = str(item["metadata"]["uid"]), item.get("data") or {}
     found: dict[str, NamespaceQuota] = {}
     key = ""
@@ -94,11 +93,8 @@ def parse_quotas(item: Mapping[str, Any]) -> WatchedQuotas:
 
 
 class WatchedResourceQuota(msgspec.Struct, frozen=True, kw_only=True):
-    """A ResourceQuota of Kubernetes with HAMi's keys: `limits.<memory resource>` and `limits.<core resource>` of all GPUs of a namespace.
-    Each object applies by itself. Scopes and other keys are ignored. Source: HAMi 2.10, pkg/device/quota.go.
-
-    `limit` None: the object has none of the keys.
-    """
+    """A ResourceQuota with HAMi's keys: `limits.<memory resource>` and `limits.<core resource>` of all GPUs of a namespace. Scopes and
+    other keys are ignored. `limit` None: it has none of the keys. Source: HAMi 2.10, pkg/device/quota.go."""
 
     uid: str
     namespace: str
@@ -119,7 +115,7 @@ def parse_resource_quota(item: Mapping[str, Any], hami: ReplicaResources) -> Wat
 
 
 class QuotaSources:
-    """Sets the limits of `quotas` from both sources; all of them apply. `configmap` is NAMESPACE/NAME, for messages."""
+    """Sets the limits of `quotas` from both sources. `configmap` is NAMESPACE/NAME, for messages."""
 
     def __init__(self, quotas: Quotas, configmap: str) -> None:
         self._quotas, self._configmap = quotas, configmap

@@ -1,6 +1,5 @@
-"""Why pods wait, even if kube-scheduler has not called the extender for them. "Verbs" are the extender's calls: filter, prioritize, preempt
-and bind. All work runs in slices, so that a verb never waits for all nodes.
-"""
+"""Why pods wait, even if kube-scheduler has not called the extender for them. All work runs in slices, so that kube-scheduler's calls never
+wait for all nodes."""
 
 import asyncio
 from collections import defaultdict
@@ -31,8 +30,8 @@ class WaitingReasons:
         self._index, self._quotas, self._rows, self._policy = watches.index, watches.quotas, rows, policy
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind]) -> tuple[Kind | None, str]:
-        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". Refresh the rows first. `known` stores
-        the results that do not depend on the namespace, for the next pods; None: it has MAX_REQUESTS, and not this pod's."""
+        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". `known` keeps the results without quotas
+        for the next pods. Kind None: it has MAX_REQUESTS already. Refresh the rows first."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
@@ -52,13 +51,12 @@ class WaitingReasons:
         return kind, ""
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
-        """The kind of reason without the quota. The index is asked only if some node has enough in total: most waiting pods lack even
-        that."""
+        """The index is asked only if some node has enough in total, because most waiting pods lack even that."""
         await asyncio.sleep(0)
         wanted = request.in_total
         if not any(covers(node.sums, wanted) for node in self._rows.nodes.values()):
             return "resources"
-        # Results that the index keeps for the verbs are not displaced.
+        # `keep=False`: the results that the index keeps for kube-scheduler's calls are not displaced.
         names, question = list(self._rows.nodes), Question(self._index, request, policy, keep=False)
         await in_slices(question.examine(names, reasons=False))
         return "elsewhere" if question.fits(names) else "fragmentation"
@@ -106,7 +104,7 @@ class WaitingReasons:
 
 
 def request_text(request: PodRequest) -> str:
-    """The request in words, such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
+    """Such as "50 cores and 8 GiB of one GPU; init: 2 GPUs"."""
     texts = [f"{'' if each.kind == 'app' else f'{each.kind}: '}{_container_text(each)}" for each in request.containers]
     constraints = request.constraints
     return "; ".join(texts) + constraints.text + (" on one NUMA node" if constraints.same_numa_node else "")

@@ -1,9 +1,8 @@
 """The pods that filter has rejected. kube-scheduler is made to try them again when they fit.
 
-kube-scheduler tries rejected pods again at each event of a pod or a node. Its watch may show an event before the watch of this process
-does: then the pod is rejected again, from the old state. And some changes are no events for it: another quota, an assumed placement that
-ends. Such a pod would wait for the next event, or for five minutes. An update of any pod that has a node is an event, so the leader updates
-an annotation of its own pod.
+kube-scheduler tries rejected pods again at each event of a pod or a node, otherwise after five minutes. If it receives an event before this
+process does, the pod is rejected from the old state. A changed quota and the end of an assumed placement are no events. An update of any
+pod that has a node is an event, so the leader updates an annotation of its own pod.
 """
 
 import asyncio
@@ -26,13 +25,13 @@ from gpumgr.kube.client import API_FAILURES, ApiServer, failure_text
 _log = structlog.get_logger(__name__)
 
 RETRIED_ANNOTATION: Final = "gpumgr.io/waiting-pods-retried"
-#: The pause before a retry, so that kube-scheduler can try the pod by itself. It doubles with each retry: kube-scheduler's own filters
-#: may reject a pod that fits here.
+#: The pause before a retry, so that kube-scheduler can try the pod by itself. It doubles with each retry, because kube-scheduler's own
+#: filters may reject a pod that fits here.
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
-#: A look is one call of `Rejections.fitting`. After this time it stops, and the next look goes on from there.
+#: A call of `Rejections.fitting` stops after this time, and the next call continues there.
 _LOOK_SECONDS: Final = 0.4
-#: So many rejected pods are kept beside twice the number of waiting pods.
+#: The rejected pods that are kept in addition to twice the number of waiting pods.
 _REMEMBERED: Final = 100
 
 
@@ -65,16 +64,16 @@ class Rejections:
         self.pods[pod.uid] = _Rejected(pod, policy, offered, self._index.numbering, self._index.version, state, due)
 
     def names(self, uid: str) -> Sequence[str]:
-        """The nodes that were offered for a rejected pod; none if they are not known because nodes were numbered again."""
+        """The nodes that were offered for a rejected pod; none if nodes were numbered again since."""
         found = self.pods.get(uid)
         return self._index.names(found.offered) if found is not None and found.numbering == self._index.numbering else ()
 
     async def fitting(self) -> WatchedPod | None:
-        """A waiting pod that fits by now, and that kube-scheduler has not tried again for a while; None if there is none."""
+        """A waiting pod that fits by now, and that is due for a retry; None if there is none."""
         now, version, numbering = self._clock(), self._index.version, self._index.numbering
         waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.version, -each.pod.priority))
-        #: Most pods were offered the same nodes, so what is free on the changed nodes is computed once for all of them.
+        #: Most pods were offered the same nodes, so what is free there is computed once for all of them.
         seen, rooms = set[Hashable](), dict[tuple[int, int], tuple[int, Largest]]()
         began = turn = time.perf_counter()
         for each in waiting:
@@ -112,7 +111,7 @@ class Rejections:
 async def retry_waiting_pods(
     server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 0.5
 ) -> NoReturn:
-    """A daemon. `own_pod`: the path of this process's pod. One pod at a time is enough: its binding is an event, too."""
+    """A daemon. `own_pod`: the API path of this process's pod. One pod at a time is enough, because its binding is an event, too."""
     failures = LogPace()
     while True:
         await asyncio.sleep(period_seconds)

@@ -36,9 +36,9 @@ def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def _gpu_policy(annotations: Mapping[str, object]) -> Policy | None:
-    """In a list, topology-aware wins at any position; without it, the first of binpack and spread. None for `numa` or `mutex` alone: in
-    HAMi `numa` orders GPUs by NUMA node, which the evaluators do anyway, and `mutex` is a constraint. Any other text, also a word with
-    blanks around it, means spread, as in HAMi."""
+    """In a list, topology-aware wins at any position; without it, the first of binpack and spread. `numa` and `mutex` alone are no policy:
+    the evaluators order GPUs by NUMA node anyway, and `mutex` is a constraint. Any other text, also a word with blanks around it, means
+    spread, as in HAMi."""
     if GPU_POLICY not in annotations:
         return None
     text, names = str(annotations[GPU_POLICY]), words(annotations, GPU_POLICY)

@@ -1,8 +1,7 @@
 """The HTTP server of the extender: the verbs (kube-scheduler's calls) under /scheduler, and /readyz.
 
-The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which kube-scheduler shows in
-the pod's events. A replica that does not lead answers 503 and closes the connection, so that the client's next connection reaches the
-leader.
+The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which the pod's events show. A
+replica that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
 """
 
 import time
@@ -23,7 +22,7 @@ from gpumgr.web.credentials import certificate_names
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-#: Bytes for all bodies together, in addition to the largest one: bindings are small, and many arrive at a time.
+#: Bytes for all bodies together, beyond the largest one: bindings are small, but many arrive at a time.
 _OTHER_BYTES: Final = 16 << 20
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]
@@ -36,8 +35,8 @@ def make_application(
     client_names: Collection[str] = (),
     answered: Callable[[str, str, float], None] = lambda _verb, _outcome, _seconds: None,
 ) -> web.Application:
-    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all. `answered` is called with
-    the verb, the outcome and the seconds of each answer."""
+    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all. `answered` takes the verb,
+    the outcome and the seconds of each answer."""
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
     names = frozenset(client_names)
 

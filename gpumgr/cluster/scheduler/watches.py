@@ -42,11 +42,10 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. It keeps `index` and `quotas` up to date. `pending` has the pods with GPU requests that are not bound, by UID;
-    `nominated` the pods among them with a nominated node; `ending` the UIDs of pods that are being deleted; `nodes` all nodes, by name.
-    `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod.
-    `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds.
-    """
+    """`run` it as a daemon. It keeps `index` and `quotas` up to date. `pending`: UID -> pod with GPU requests that is not bound;
+    `nominated`: the ones with a nominated node; `ending`: UIDs of pods that are being deleted; `nodes`: name -> node. `synced`: everything
+    has been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod. `hami`: HAMi's resources, if pods
+    may request them. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -121,7 +120,6 @@ class ClusterWatches:
 
     @property
     def unreadable(self) -> int:
-        """The number of objects that can't be read."""
         return sum(each.unreadable for each in self._watched)
 
     async def run(self) -> NoReturn:
@@ -134,7 +132,7 @@ class ClusterWatches:
                 each.expire()
 
     async def refresh(self) -> None:
-        """Lists everything again, while `run` runs. The index then has what the API server had when this was called."""
+        """Lists everything again, while `run` runs. The index then has what the API server had at the call."""
         self._listed.clear()
         self._list_again.set()
         await self._listed.wait()

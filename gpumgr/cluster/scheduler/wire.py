@@ -7,8 +7,7 @@ import msgspec
 
 
 class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
-    """The arguments of filter and prioritize. With nodeCacheCapable they have `node_names`, else `nodes` with whole Node objects in
-    "items"."""
+    """The arguments of filter and prioritize: `node_names` with nodeCacheCapable, otherwise `nodes` with whole Node objects in "items"."""
 
     pod: msgspec.Raw
     nodes: dict[str, Any] | None = None
@@ -19,7 +18,7 @@ class FilterArgs(msgspec.Struct, rename="pascal", kw_only=True):
         return self.node_names if self.node_names is not None else list(self.items())
 
     def items(self) -> Mapping[str, Any]:
-        """Whole nodes by their names. Raises ValueError, KeyError or TypeError for nodes without a name."""
+        """Name -> Node object. Raises what `names` raises."""
         named = {item["metadata"]["name"]: item for item in (self.nodes or {}).get("items") or ()}
         if not all(name and isinstance(name, str) for name in named):
             raise ValueError("a node without a name")

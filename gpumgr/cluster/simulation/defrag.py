@@ -1,4 +1,4 @@
-"""Searches, within a bound, for the fewest moves of pods after which a pod fits, and finds an order in which the moves are possible."""
+"""Searches for the fewest moves of pods after which a pod fits, in an order in which each move is possible."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -16,8 +16,7 @@ Moves = list[tuple[LivePod, Spot]]
 
 
 class Defrag:
-    """One search. `tries` counts the tests whether a pod fits; after `most_tries` tests the search ends, and `ended` is true. `plan`
-    leaves the cluster as it was."""
+    """One search. It ends after `most_tries` tests whether a pod fits. `plan` leaves the cluster as it was."""
 
     def __init__(self, cluster: LiveCluster, *, most_moves: int, most_tries: int = MOST_TRIES) -> None:
         self._cluster, self._most_moves, self._most_tries = cluster, most_moves, most_tries
@@ -29,12 +28,12 @@ class Defrag:
         return self.tries >= self._most_tries
 
     def plan(self, pod: LivePod) -> Moves | None:
-        """Moves in an order in which each is possible, then the pod itself and its place. None: no such moves were found."""
+        """The moves in a possible order, then the pod itself with its place. None: no such moves were found."""
         ways = (way for most in range(self._most_moves + 1) for way in self._ways([pod], most))
         return next((plan for way in ways if (plan := in_order(self._cluster, way)) is not None), None)
 
     def _ways(self, pods: Sequence[LivePod], most: int) -> Iterator[Moves]:
-        """Finds places for all `pods`. At most `most` other pods move to make room for them; their new places are included."""
+        """Yields places for all `pods`, and for at most `most` other pods that make room for them."""
         if not pods:
             yield []
             return
@@ -64,8 +63,7 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Groups of pods on `node`, each with the place that `pod` gets there if the whole group leaves. No smaller part of a group is
-        enough."""
+        """Groups of pods on `node`, each with the place that `pod` gets if the group leaves. No part of a group is enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each
@@ -97,8 +95,7 @@ class Defrag:
             self._cluster.put(each, each.home)
 
     def _differs(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether the pod would move if it got this place. Within a node a pod can move only if the scheduler chooses the GPUs, not the
-        node's agent."""
+        """Whether this place would move the pod. A pod moves within a node only if the scheduler chooses the GPUs there, not the agent."""
         if pod.home is None or spot.node != pod.home.node:
             return True
         named = self._cluster.nodes[spot.node].state.naming != "none"
@@ -106,8 +103,7 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """Reverses the moves, since the search places a pod before the pods that make room for it. None: a place is not free when its pod
-    moves."""
+    """Reverses the moves, because the search places a pod before the pods that make room for it. None: a place is not free then."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

@@ -1,8 +1,8 @@
-"""The fragmentation of a node: the GPU-milli (thousandths of a GPU) that a pod drawn from the typical pods can't use, on average.
+"""The fragmentation of a node: the free GPU-milli (thousandths of a GPU) that a typical pod can't use, on average.
 
-Rule: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace. A pod
-that does not fit can't use any free GPU-milli of the node, and neither can a pod without GPUs; a pod that fits can't use GPUs with less
-free than it requests. GPU memory and RAM do not count.
+Source: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace. A pod
+that fits can't use GPUs with less free than it requests. A pod that does not fit, or requests no GPU, can't use any. GPU memory and RAM do
+not count.
 """
 
 from bisect import bisect_right

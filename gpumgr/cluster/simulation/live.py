@@ -17,7 +17,7 @@ from gpumgr.cluster.simulation.node_filters import Json, Resources, refusal, sho
 
 
 class LiveNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the cluster. `taints` includes the taints that Kubernetes derives from the node's state."""
+    """`taints` includes the taints that Kubernetes derives from the node's state."""
 
     state: NodeState
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -33,9 +33,8 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """`name` includes the namespace. `rules` is equal for pods with equal demands on nodes. `home`: its place in the snapshot; None: it
-    waits. `policy` None: the setting applies. `why_not_movable`: why it may not be moved, or ""; `unchecked`: its demands that are not
-    modelled here."""
+    """`name` includes the namespace. Pods with equal `rules` have equal demands on nodes. `home`: its place in the snapshot; None: it
+    waits. `policy` None: the setting applies. `unchecked`: its demands that are not modelled here."""
 
     uid: str
     name: str
@@ -53,8 +52,7 @@ class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class LiveCluster:
-    """Begins with all pods at home; the home of a pod is one of the nodes. `policy` and `cpu_per_gpu_milli` are settings of the
-    scheduler."""
+    """Begins with all pods at home, on some of `nodes`. `policy` and `cpu_per_gpu_milli` are settings of the scheduler."""
 
     def __init__(
         self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000
@@ -106,7 +104,7 @@ class LiveCluster:
         return self._names[pod.rules]
 
     def spots(self, pod: LivePod, most: int = 1) -> list[Spot]:
-        """The best places for the pod, as kube-scheduler and the extender choose them."""
+        """At most `most` places for the pod, the best first."""
         names = self.names(pod)
         question = Question(self.index, pod.request, pod.policy or self.policy)
         found = (self.on(pod, name) for name in question.order(names))
@@ -143,7 +141,7 @@ class LiveCluster:
         return refusal(pod.spec, name, self.nodes[name].labels, self.nodes[name].taints)
 
     def _report(self, pod: LivePod, *, there: bool) -> None:
-        """Puts the agent's report about the pod into the state of its home if the pod is `there`, and removes it otherwise."""
+        """Adds the agent's report about the pod to the state of its home if the pod is `there`, otherwise removes it."""
         home = self.nodes[pod.home.node].state if pod.home is not None else None
         if home is None or pod.uid not in home.reported_shares:
             return

@@ -1,12 +1,11 @@
-"""The two methods of a simulation: which pods arrive and end when, and what is measured.
+"""The two methods of a simulation: inflate and replay.
 
-inflate is the test of FGD (USENIX ATC '23). Pods arrive in random order until they have requested 130 % of the GPUs. The trace's pods are
-shuffled. If they request less, pods drawn with replacement are added; if more, the last pods are left out. No pod ends, and none is tried
-twice.
+inflate is the test of FGD (USENIX ATC '23). Shuffled pods arrive until they have requested 130 % of the GPUs. If the trace requests less,
+pods drawn with replacement are added. No pod ends, and none is tried twice.
 
-replay: pods arrive and end at given times, and wait in a queue while they fit nowhere. At one instant pods end first, then pods arrive,
-then the queue is tried in the order of priority, arrival and row of the trace. A pod that does not fit does not hold up the pods behind it,
-and no pod is evicted for another one. A pod runs for its duration from its start.
+replay: pods arrive at given times, wait in a queue while they fit nowhere, and run for their duration. At one instant pods end first, then
+pods arrive, then the queue is tried in the order of priority, arrival and row of the trace. A pod that does not fit does not hold up the
+next ones, and no pod is evicted.
 """
 
 from collections import Counter
@@ -24,8 +23,7 @@ from gpumgr.cluster.simulation.policies import Find, make_policy
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
-#: Percentages of arrived demand (the GPUs that the pods so far have requested, in percent of all GPUs) at which grants (ALLOCATED_AT) and
-#: fragmentation (FRAGMENTED_AT) are measured.
+#: Percentages of arrived demand (the GPUs requested so far, in percent of all GPUs) at which these are measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; further kinds are named by their number of GPUs.
@@ -34,8 +32,7 @@ MAX_PODS: Final = 1_000_000
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One policy and one seed. `random` makes a source of random numbers from a seed; `cpu_per_gpu_milli`: the scheduler's setting
-    cpus_per_gpu, in thousandths."""
+    """`random` makes a source of random numbers from a seed. `cpu_per_gpu_milli`: the setting scheduler.cpus_per_gpu, in thousandths."""
 
     policy: str
     seed: int
@@ -44,8 +41,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class InflateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Two measures, each by the percentage of arrived demand: the percentage of all GPU-milli that is granted, and the percentage of free
-    GPU-milli that is fragmented."""
+    """By percentage of arrived demand: `allocated_percent` of all GPU-milli, and `fragmentation_percent` of the free GPU-milli."""
 
     policy: str
     seed: int
@@ -118,7 +114,7 @@ def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, fl
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What happens to a pod, by its position in the trace. `where` is None for an arrival."""
+    """`pod`: its position in the trace. `where` None: it has arrived."""
 
     seconds: float
     what: Literal["arrived", "started", "ended"]
@@ -127,8 +123,8 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
-    """`allocated_percent` of all GPU-milli and `queue_length` (mean, max) are over the time from the first arrival to the last arrival or
-    start. `waiting_seconds` (mean, p50, p99) are of the pods that started. `failed_pods`: kind -> how many pods never started."""
+    """`allocated_percent` (of all GPU-milli) and `queue_length` have mean and max, from the first arrival to the last arrival or start.
+    `waiting_seconds` has mean, p50 and p99 of the pods that started. `failed_pods`: kind -> pods that never started."""
 
     policy: str
     seed: int

@@ -15,8 +15,7 @@ GPU_MILLI: Final = 1000
 MOST: Final = 10**12
 Amount = Annotated[int, Meta(ge=0, le=MOST)]
 GpuCount = Annotated[int, Meta(ge=0, le=MAX_GPUS)]
-#: A policy keeps the state of all nodes for at most this many requests, the last ones: a trace with many different requests would fill the
-#: memory.
+#: A policy keeps the state of all nodes for at most this many requests, because more could fill the memory.
 MAX_SHAPES: Final = 512
 
 #: Positions of GPUs on a node.
@@ -25,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class Random(Protocol):
-    """The part of `random.Random` that is used. It is an argument, so that a seed gives the same result."""
+    """The part of `random.Random` that is used."""
 
     def random(self) -> float: ...
     def choice(self, seq: Sequence[_T], /) -> _T: ...
@@ -33,8 +32,7 @@ class Random(Protocol):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that is empty, as a row of the file. `memory_blocks` is the number of blocks (256 MiB) of each GPU; 0: the file does not have
-    it."""
+    """An empty node, as a row of the file. `memory_blocks`: blocks of 256 MiB of each GPU; 0: the file does not have them."""
 
     name: str
     gpus: GpuCount = 0
@@ -79,7 +77,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node:
-    """What is free on a node. `kinds`: the number of pods of each kind that it has."""
+    """What is free on a node. `kinds` counts its pods by kind."""
 
     __slots__ = ("blocks", "cpu_milli", "free_milli", "gpu_milli", "kinds", "ram_mebibytes", "spec")
 
@@ -132,7 +130,7 @@ class Node:
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a pod is: the position of the node in the cluster, and its GPUs there."""
+    """`node`: the node's position in the cluster."""
 
     node: int
     gpus: Gpus
@@ -148,8 +146,6 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Cluster:
-    """The nodes, and the `changes` in their order."""
-
     def __init__(self, specs: Iterable[NodeSpec]) -> None:
         self.nodes: Sequence[Node] = tuple(map(Node, specs))
         self.changes: list[Change] = []

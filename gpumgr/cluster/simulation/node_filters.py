@@ -18,7 +18,7 @@ _SAID: Final = {
 
 
 def refusal(pod: Json, name: str, labels: Mapping[str, str], taints: Iterable[Json]) -> str | None:
-    """Why a pod with this spec can't be on the node, with any amount of free resources; None: it can."""
+    """Why a pod with this spec can't be on the node, however much is free there; None: it can."""
     for taint in taints:
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(each, taint) for each in pod.get("tolerations") or ()):
             value = f"={taint['value']}" if taint.get("value") else ""

@@ -1,8 +1,7 @@
-"""The policies by name. A policy decides where a pod goes; the GPUs of the node are part of the decision.
+"""The policies by name. A policy chooses the node and the GPUs of a pod.
 
-The reference policies are compared with the scheduler's own. random, best-fit, dot-product, packing, clustering and fgd follow the
-published simulator of FGD (USENIX ATC '23): scores are integers from 0 to 100, computed from CPU (relative to 128 CPUs) and the sum of the
-free GPU-milli (thousandths; relative to 8 GPUs). `dra_policy` models kube-scheduler with Dynamic Resource Allocation.
+random, best-fit, dot-product, packing, clustering and fgd follow the published simulator of FGD (USENIX ATC '23). Their scores are integers
+from 0 to 100, computed from CPU (relative to 128 CPUs) and free GPU-milli (thousandths; relative to 8 GPUs).
 """
 
 from bisect import bisect_left, insort
@@ -38,8 +37,8 @@ _MakeKey = Callable[[float, int], Any]
 
 
 class _Fitting:
-    """The nodes on which one request fits, computed again only for the nodes that changed since the last question. `scores` has the score
-    of each node; None: the request does not fit. `ordered` has the keys of the nodes on which it fits, in their order."""
+    """The nodes on which one request fits. `update` computes only the nodes that have changed. `scores`: the score of each node; None: the
+    request does not fit. `ordered`: the sorted keys of the nodes on which it fits."""
 
     def __init__(self, cluster: Cluster, shape: Shape, score: Score, key: _MakeKey) -> None:
         self._cluster, self._shape, self._score, self._key = cluster, shape, score, key
@@ -73,8 +72,7 @@ def _fitting(cluster: Cluster, score: Score, key: _MakeKey) -> Callable[[Shape],
 
 
 def score_policy(cluster: Cluster, score: Score, choice: Choice, order: Sequence[float]) -> Find:
-    """The node with the highest score, then the GPUs on it. `order`: position of a node -> a number; among nodes of the same score the
-    lowest is taken."""
+    """Takes the node with the highest score. `order`: position of a node -> a number; among equal scores the lowest number wins."""
     fitting = _fitting(cluster, score, lambda score, position: (-score, order[position], position))
 
     def find(shape: Shape) -> Placement | None:
@@ -164,7 +162,7 @@ def _allocation_score(node: Node, shape: Shape, fit: Callable[[float], float]) -
 
 
 def sample_size(nodes: int) -> int:
-    """The number of fitting nodes at which kube-scheduler stops."""
+    """The number of fitting nodes at which kube-scheduler stops if percentageOfNodesToScore is not set."""
     return max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
 
@@ -185,9 +183,8 @@ def random_policy(cluster: Cluster, random: Random) -> Find:
 def dra_policy(cluster: Cluster, random: Random, score: Score) -> Find:
     """kube-scheduler with Dynamic Resource Allocation, which gives the pod the node's first GPU with room.
 
-    kube-scheduler looks for fitting nodes until it has enough (percentageOfNodesToScore: 50 - nodes / 125 percent of all nodes, at least 5
-    percent and 100 nodes), and continues after the last of them for the next pod. It scores these nodes by CPU and RAM alone
-    (NodeResourcesFit and NodeResourcesBalancedAllocation with their default weights) and takes a random one of the best.
+    kube-scheduler samples `sample_size` fitting nodes, and begins the next sample after the last of them. It scores them by CPU and RAM
+    alone (NodeResourcesFit and NodeResourcesBalancedAllocation with their default weights), and takes a random one of the best.
     """
     fitting = _fitting(cluster, score, lambda _score, position: position)
     start, size = 0, sample_size(len(cluster.nodes))
@@ -226,7 +223,7 @@ def request_of(shape: Shape) -> PodRequest:
 
 
 def state_of(spec: NodeSpec) -> NodeState:
-    """Makes the state of a node. Its GPUs are equally far from each other."""
+    """The GPUs are equally far from each other."""
     if not spec.gpus:
         return NodeState(name=spec.name, cpu_milli=spec.cpu_milli)
     even = node_of_equal_gpus(spec.name, spec.gpus * CORES_PER_GPU, spec.gpus * spec.memory_blocks * BLOCK_MEBIBYTES)
@@ -298,13 +295,13 @@ _SCORES: Final[Mapping[str, Score]] = {
     "clustering": clustering,
 }
 _DRA: Final[Mapping[str, Score]] = {"dra": least_allocated, "dra-most-allocated": most_allocated}
-#: The scheduler's policy "topology" is left out: the GPUs here are equally far from each other, so it decides as "binpack" does.
+#: "topology" is left out: with GPUs that are equally far from each other it decides as "binpack" does.
 POLICIES: Final = ("least-fragmentation", "binpack", "spread", "random", *_SCORES, "fgd", *_DRA)
 
 
 def make_policy(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmentation: Fragmentation, random: Random) -> Find:
-    """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths; `fragmentation`, for
-    "fgd": measures nodes by typical requests."""
+    """Makes one of POLICIES. `cpu_per_gpu_milli`: the CPU that an average pod requests beside one GPU, in thousandths. Only "fgd" uses
+    `fragmentation`."""
     match policy:
         case "least-fragmentation" | "binpack" | "spread":
             return core_policy(cluster, policy, cpu_per_gpu_milli)
@@ -313,6 +310,5 @@ def make_policy(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmenta
         case "dra" | "dra-most-allocated":
             return dra_policy(cluster, random, _DRA[policy])
     score, choice = fgd(fragmentation) if policy == "fgd" else (_SCORES[policy], Node.tightest)
-    # Among nodes of equal score, all decisions take the first one in the same random order; the published simulator has an order of its
-    # own. The file's order would distort results: files list equal nodes side by side, which would be filled one after another.
+    # The order among equal scores is random, because files list equal nodes side by side: their order would fill one after another.
     return score_policy(cluster, score, choice, [random.random() for _ in cluster.nodes])

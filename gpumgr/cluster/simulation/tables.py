@@ -35,7 +35,7 @@ _Row = TypeVar("_Row", NodeSpec, "_PodRow")
 
 
 class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the trace. `cores`: per GPU; `gpu_milli` is Alibaba's column for them. The last two columns are Alibaba's, too."""
+    """`cores`: of each GPU; `gpu_milli` is Alibaba's column for them. The last two columns are Alibaba's, too."""
 
     name: str = ""
     priority: Amount = 0
@@ -136,7 +136,7 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
                 raise InputError(
                     f"{place}, column memory_blocks: the file of the nodes has no GPU memory; add its column memory_blocks"
                 )
-        # A trace has many pods of few shapes; equal ones are one object, to save memory.
+        # Equal shapes are one object, to save memory.
         pods.append(replace(pod, shape=shapes.setdefault(pod.shape, pod.shape)))
     if not pods:
         raise InputError(f"{file}: it has no pods")
