@@ -1,5 +1,4 @@
-"""Creates the templates that pods name, removes the scheduling gates of pods that the quotas allow, and sends events about pods that must
-wait."""
+"""Creates the templates that pods name, removes the gates of pods that the quotas allow, and sends events about pods that must wait."""
 
 import asyncio
 import random
@@ -22,7 +21,7 @@ from gpumgr.settings.schema import ClaimsSettings
 
 _log = structlog.get_logger(__name__)
 
-#: The timeout of a write. A write starts only if this process is sure to remain the leader for this time.
+#: The timeout of a write, which starts only if this process is sure to lead for this time.
 _WRITE_SECONDS: Final = 3.0
 _SWEEP_SECONDS: Final = 60.0
 #: The pause between two steps, because each step examines all claims while pods have the gate.

@@ -140,7 +140,7 @@ class ClaimWatches(ClusterWatches):
         self.changed.set()
 
     def _complete(self, state: NodeState) -> NodeState:
-        """Replaces the GPUs of a node with DRA by the GPUs of its ResourceSlice."""
+        """A node with DRA gets the GPUs of its ResourceSlice."""
         found = self._slices.get(state.name)
         if found is None or not found.gpus:
             return state
@@ -150,7 +150,7 @@ class ClaimWatches(ClusterWatches):
 
 
 def _follow(known: dict[Any, _Object], before: _Object | None, after: _Object | None) -> _Object:
-    """Stores the object under its key, or removes it if it was deleted. Returns its latest state."""
+    """Stores the object, or removes it if it was deleted. Returns its latest state."""
     if after is not None:
         known[after.key] = after
         return after

@@ -45,11 +45,10 @@ _log = structlog.get_logger(__name__)
 #: The highest score of extender/v1.
 MAX_SCORE = 10
 NOT_LEADING = "this replica of gpumgr scheduler does not lead; kube-scheduler will reach the one that does"
-#: At most this many assumed pods are looked up at a time.
 _MAX_LOOKS: Final = 20
 #: A pod is looked up again after this time if the API server did not answer.
 _LOOK_AGAIN_SECONDS: Final = 5.0
-#: The API server may work on a request for this time after the connection is lost (its --request-timeout).
+#: The API server may work on a request for this time after the connection is lost (--request-timeout).
 _REQUEST_SECONDS: Final = 60.0
 
 
@@ -64,10 +63,8 @@ class _Assumed(msgspec.Struct):
 
 
 class Extender:
-    """`clock` is monotonic, in seconds. `leadership` None: there is no other replica.
-
-    `answer_filter`, `preempt` and `prioritize` raise UnreadableText for a pod or nodes that can't be read.
-    """
+    """`clock` is monotonic, in seconds. `leadership` None: there is no other replica. `answer_filter`, `preempt` and `prioritize` raise
+    UnreadableText."""
 
     def __init__(
         self,
@@ -94,7 +91,6 @@ class Extender:
 
     @property
     def problem(self) -> str | None:
-        """Why no pod can be placed at present."""
         return self._watches.problem
 
     async def answer_filter(self, args: FilterArgs) -> FilterResult:
@@ -193,7 +189,7 @@ class Extender:
         return list(map(HostPriority, scores, scores.values()))
 
     async def bind(self, args: BindArgs) -> BindResult:
-        """Binds the pod to the node, on its assumed GPUs if they are still free, else on other GPUs of this node."""
+        """Binds the pod on its assumed GPUs if they are still free, otherwise on other GPUs of this node."""
         if (problem := self.problem) is not None:
             return BindResult(problem)
         try:
@@ -219,14 +215,14 @@ class Extender:
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:
-        """Asks the API server about the assumed pods that are due. A bound pod keeps its GPUs, which stay assumed until the watch shows the
-        pod. A pod that is not bound, has ended or is deleted loses them."""
+        """Asks the API server about the assumed pods that are due. A pod that is not bound, has ended or is deleted loses its GPUs; they
+        stay assumed for a bound pod until the watch shows it."""
         self._assumed = {uid: each for uid, each in self._assumed.items() if uid in self._index.assumed}
         due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))
 
     async def _parsed(self, item: msgspec.Raw, more: Callable[[], _T]) -> tuple[WatchedPod, _T]:
-        """The pod, and what `more` reads of the request. Raises UnreadableText."""
+        """Raises UnreadableText."""
         try:
             pod = await on_thread_if_long(lambda text: self._watches.parse_pod(decode_stored(text, dict[str, Any])), item)
             return pod, more()

@@ -102,7 +102,6 @@ def _add(path: str, value: object) -> dict[str, Any]:
 
 
 def webhook_application(hami: ReplicaResources, settings: WebhookSettings) -> web.Application:
-    """Answers AdmissionReviews (admission.k8s.io/v1) for pods."""
     bodies = Bodies(MOST_BYTES, TOTAL_BYTES)
 
     async def review(request: web.Request) -> web.Response:

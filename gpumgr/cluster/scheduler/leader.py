@@ -100,7 +100,7 @@ class Leadership:
             await asyncio.sleep(pause)
 
     async def _step(self) -> None:
-        """Reads the Lease, then writes it if needed. A leader writes without reading. Raises what the requests raise."""
+        """Reads the Lease, then writes it if needed. A leader writes without reading."""
         if not (led := self._candidate.leads(self._clock())):
             self._candidate = self._candidate.read(await self._read(), self._clock())
         began = self._clock()
@@ -144,7 +144,7 @@ class Leadership:
     # -- what follows from it ----------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """At the start and after each change of the term: awaits `refresh` if this replica leads, and sets the labels of the pods."""
+        """In each term: awaits `refresh` if this replica leads, then sets the labels of the pods."""
         with self._term.subscribe() as terms:
             async for term in terms:
                 pause = self._candidate.times.look_seconds
@@ -162,7 +162,6 @@ class Leadership:
                         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _label(self, *, leads: bool) -> None:
-        """Raises what the requests raise."""
         own, pods = self._replica.pod, f"/api/v1/namespaces/{self._replica.namespace}/pods"
         if own is None:
             return

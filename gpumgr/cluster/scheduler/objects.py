@@ -145,7 +145,7 @@ _cached_milli = lru_cache(maxsize=4096)(parse_milli)
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,3}")
 
 
-#: How the scheduler sees the GPUs of a node, see WatchedNode.
+#: See WatchedNode.
 Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
@@ -383,8 +383,7 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Whether a placement names what the container requests. Memory is not compared for whole GPUs, nor for percentages, which
-    depend on the GPU."""
+    """Memory is not compared for whole GPUs, nor for percentages, which depend on the GPU."""
     if len(shares) != container.gpus:
         return False
     if (replica := container.replica) is not None:

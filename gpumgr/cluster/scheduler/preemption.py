@@ -38,7 +38,7 @@ _NodeView = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 @dataclass
 class _Kept:
-    """GPUs kept for a pod. `nominated`: kube-scheduler has accepted the node."""
+    """`nominated`: kube-scheduler has accepted the node."""
 
     pod: PlacedPod
     until: float
@@ -104,7 +104,7 @@ class Preemption:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
-        """A pod was placed: GPUs are no longer kept for it, nor for pods of lower priority that no longer fit beside it."""
+        """GPUs are no longer kept for this pod, nor for pods of lower priority that no longer fit beside it."""
         self.kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
             if self.kept[uid].pod.node == pod.node and not self._index.fits(self.kept[uid].pod):
@@ -112,7 +112,7 @@ class Preemption:
 
     @contextmanager
     def without_lower(self, priority: int) -> Iterator[bool]:
-        """Releases what is kept for pods of lower priority until the block ends. Yields whether there was anything to release."""
+        """Releases what is kept for pods of lower priority until the block ends. Yields whether that was anything."""
         lower = self._lower(priority)
         for uid in lower:
             self._index.remove(uid)

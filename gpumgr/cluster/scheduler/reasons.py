@@ -62,12 +62,12 @@ class WaitingReasons:
         return "elsewhere" if question.fits(names) else "fragmentation"
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Calls `kind` for each pod. Refresh the rows first."""
+        """Refresh the rows first."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         return [(pod, *await self.kind(pod, known)) async for pod in sliced(list(pods))]
 
     async def why(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
-        """Why the pod waits, with the groups of nodes, the largest first."""
+        """The largest group of nodes is first."""
         await self._rows.refresh()
         kind, limit = await self.kind(pod, {})
         assert kind is not None, "one request is examined"

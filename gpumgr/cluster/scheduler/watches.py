@@ -42,10 +42,9 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. It keeps `index` and `quotas` up to date. `pending`: UID -> pod with GPU requests that is not bound;
-    `nominated`: the ones with a nominated node; `ending`: UIDs of pods that are being deleted; `nodes`: name -> node. `synced`: everything
-    has been listed once. A subclass may add to `_watched`, override `_complete`, and keep more of a pod. `hami`: HAMi's resources, if pods
-    may request them. `clock` is monotonic, in seconds."""
+    """`run` it as a daemon. `pending`: unbound pods with GPU requests, by UID; `nominated`: the ones with a nominated node; `ending`: UIDs
+    of pods that are being deleted. `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and
+    keep more of a pod. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class ClusterWatches:
 
     @property
     def silences(self) -> Mapping[str, float]:
-        """Resource -> seconds since the API server last sent something about it."""
+        """Resource -> seconds since the API server last sent something."""
         found: dict[str, float] = {}
         for each in self._watched:
             found[each.resource] = max(found.get(each.resource, 0.0), each.silent_seconds)

@@ -1,4 +1,4 @@
-"""Places pods on the nodes of a cluster's snapshot: by kube-scheduler's own filters first, then by the index of `gpumgr scheduler`."""
+"""Places pods on the nodes of a snapshot: by kube-scheduler's filters first, then by the index of `gpumgr scheduler`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -122,7 +122,7 @@ class LiveCluster:
         return Spot(name, named_shares(self.nodes[name].state, choice))
 
     def holds(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether the place is free for the pod, which must have no place now."""
+        """Whether the place is free for the pod, which has no place now."""
         possible = spot.node in self.names(pod) and not any(short(pod.requests, self.free(spot.node)))
         return possible and (not pod.request.containers or self.index.fits(pod.on(spot)))
 

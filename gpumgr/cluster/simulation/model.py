@@ -101,7 +101,6 @@ class Node:
         return [gpu for gpu, (free, left) in pairs if free >= milli and left >= blocks]
 
     def hosts(self, shape: Shape) -> bool:
-        """Whether the pod fits."""
         if self.cpu_milli < shape.cpu_milli or self.ram_mebibytes < shape.ram_mebibytes:
             return False
         if not shape.gpus:
@@ -113,7 +112,7 @@ class Node:
         return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
 
     def tightest(self, shape: Shape) -> Gpus:
-        """For a share, the GPU with the least free that is enough; for whole GPUs, the first idle ones. The pod must fit."""
+        """For a share, the GPU with the least free that is enough; otherwise the first idle ones. The pod must fit."""
         if shape.share:
             return (min(self.sharable(shape), key=lambda gpu: (self.gpu_milli[gpu], self.blocks[gpu])),)
         return tuple(self.idle_gpus()[: shape.gpus])

@@ -43,7 +43,6 @@ def selects(selector: Json | None, labels: Mapping[str, str]) -> bool:
 
 
 def short(requests: Resources, free: Resources) -> Iterator[str]:
-    """The resources that are short."""
     return (name for name, wanted in requests.items() if wanted > max(0, free.get(name, 0)))
 
 

@@ -251,7 +251,7 @@ class _Offered:
 
 
 def core_policy(cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> Find:
-    """A policy of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here; in a cluster, kube-scheduler checks them."""
+    """A policy of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here instead of by kube-scheduler."""
     index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
     positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
     for node in cluster.nodes:
