@@ -40,8 +40,8 @@ class WatchedTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod without a node. `gate`: the index of the quota's gate in its schedulingGates. `templates`, `claims`: the names that it refers
-    to. `complete`: `claims` has all claims that it needs. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
+    """A pod without a node. `gate`: the index of the quota's gate in its schedulingGates. `complete`: `claims` has all claims that it
+    needs. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
 
     uid: str
     key: Key
@@ -63,7 +63,7 @@ class WatchedSlice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waits(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod has no node yet, and has claims or the quota's gate. Raises what `parse_unbound` raises."""
+    """Whether the pod waits for the controller: it has no node, but claims or the quota's gate. Raises what `parse_unbound` raises."""
     spec = pod.get("spec") or {}
     return not spec.get("nodeName") and (bool(spec.get("resourceClaims")) or _gate(spec) is not None)
 

@@ -25,7 +25,7 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
 _API = "/apis/resource.k8s.io/v1"
-#: How long the claims of a pod count after the pod was bound or deleted: the watch of claims may show their allocation later.
+#: How long the claims of a pod count after it was bound or deleted: the watch of claims may show their allocation later.
 _BOUND_SECONDS = 10.0
 
 
@@ -43,7 +43,7 @@ class ClaimWatches(ClusterWatches):
         self._left: dict[str, tuple[UnboundPod, float]] = {}
         #: The kinds of GPUs in ResourceSlices, with their MiB. Kept while there is no slice: an agent withdraws its slice when it stops.
         self._kinds: set[tuple[GpuKind, int]] = set()
-        #: Name of the node -> its ResourceSlice.
+        #: By the node's name.
         self._slices: dict[str, WatchedSlice] = {}
         kinds: Sequence[tuple[str, Mapping[str, str], Callable[[Any], Keyed], Callable[[Any, Any], None]]] = (
             ("resourceclaims", {}, objects.parse_claim, self._claim_changed),
@@ -100,7 +100,7 @@ class ClaimWatches(ClusterWatches):
         return pod if objects.waits(pod) else found
 
     def _parse_pod(self, pod: Any) -> Keyed:
-        """A pod that waits is parsed for the controller, every other one for the index."""
+        """Pods that wait are parsed for the controller, all others for the index."""
         waits = isinstance(pod, dict) and objects.waits(pod)
         return objects.parse_unbound(pod, self._labels) if waits else super()._parse_pod(pod)
 

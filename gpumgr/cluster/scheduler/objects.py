@@ -1,6 +1,4 @@
-"""Parses nodes and pods of the API server for the index.
-
-Texts that users and agents write are checked; a bad one becomes a `problem`, not an error."""
+"""Parses nodes and pods of the API server for the index. A bad text of a user or an agent becomes a `problem`, not an error."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -356,7 +354,7 @@ def _largest(request: PodRequest) -> PodRequest:
 
 
 def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
-    """The GPUs of a bound pod by UUID, else by gpu-manager's indices; None if no annotation names them. Raises ValueError."""
+    """By UUID, otherwise by gpu-manager's indices; None if no annotation names the GPUs. Raises ValueError."""
     if not view.bound_by_hami and view.placement_ignored is not None:
         raise ValueError(view.placement_ignored)
     if not view.bound_by_hami and view.placed:

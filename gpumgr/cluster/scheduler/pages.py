@@ -102,7 +102,7 @@ class ClusterPages:
         )
 
     async def _why(self, request: web.Request) -> web.Response:
-        """The reasons of the pod in `?namespace=NAMESPACE&name=NAME`; with `&nodes=1` each node is listed in its group."""
+        """For `?namespace=NAMESPACE&name=NAME`; with `&nodes=1` each node is listed in its group."""
         namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
         if not (namespace and name):
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")

@@ -36,8 +36,7 @@ _REMEMBERED: Final = 100
 
 
 class _Rejected(msgspec.Struct):
-    """`offered`: the nodes that kube-scheduler offered. The pod did not fit in this version of the index, when its quota had the state
-    `quota`."""
+    """`offered`: the nodes that kube-scheduler offered. `version` of the index, and `quota` (its state): the pod did not fit then."""
 
     pod: WatchedPod
     policy: Policy
@@ -69,7 +68,7 @@ class Rejections:
         return self._index.names(found.offered) if found is not None and found.numbering == self._index.numbering else ()
 
     async def fitting(self) -> WatchedPod | None:
-        """A waiting pod that fits by now, and that is due for a retry; None if there is none."""
+        """A waiting pod that fits by now and is due for a retry."""
         now, version, numbering = self._clock(), self._index.version, self._index.numbering
         waiting = [each for uid, each in self.pods.items() if each.due <= now and uid in self._watches.pending]
         waiting.sort(key=lambda each: (each.version, -each.pod.priority))

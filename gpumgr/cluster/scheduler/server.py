@@ -35,8 +35,8 @@ def make_application(
     client_names: Collection[str] = (),
     answered: Callable[[str, str, float], None] = lambda _verb, _outcome, _seconds: None,
 ) -> web.Application:
-    """`client_names`: common names or DNS names of the client certificates that may call the verbs; empty: all. `answered` takes the verb,
-    the outcome and the seconds of each answer."""
+    """`client_names`: common names or DNS names of the certificates that may call the verbs; empty: all. `answered` takes the verb, the
+    outcome and the seconds of each answer."""
     bodies = Bodies(max_request_mebibytes << 20, (max_request_mebibytes << 20) + _OTHER_BYTES)
     names = frozenset(client_names)
 

@@ -71,7 +71,7 @@ class LiveCluster:
                 self.put(pod, pod.home)
 
     def part(self, names: Collection[str]) -> "LiveCluster":
-        """These nodes alone, with the pods that are at home there."""
+        """These nodes alone, with the pods at home there."""
         pods = (pod for pod in self.pods.values() if pod.home is not None and pod.home.node in names)
         return LiveCluster((self.nodes[name] for name in names), pods, self.policy, cpu_per_gpu_milli=self._cpu_per_gpu_milli)
 

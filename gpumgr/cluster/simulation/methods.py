@@ -41,7 +41,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class InflateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """By percentage of arrived demand: `allocated_percent` of all GPU-milli, and `fragmentation_percent` of the free GPU-milli."""
+    """Both measures are by the percentage of arrived demand: `allocated_percent` of all GPU-milli, `fragmentation_percent` of the free
+    GPU-milli."""
 
     policy: str
     seed: int
@@ -104,7 +105,7 @@ def by_kind(pods: Counter[str]) -> dict[str, int]:
 
 
 def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, float]:
-    """The granted and the fragmented percentage now, as in InflateResult."""
+    """As in InflateResult."""
     capacity, free = cluster.capacity_milli, sum(node.free_milli for node in cluster.nodes)
     fragmented = 100 * sum(map(fragmentation.of, cluster.nodes)) / free if free else 0.0
     return round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)
@@ -114,7 +115,7 @@ def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, fl
 
 
 class Event(msgspec.Struct, frozen=True):
-    """`pod`: its position in the trace. `where` None: it has arrived."""
+    """`pod`: its position in the trace. `where` is None for an arrival."""
 
     seconds: float
     what: Literal["arrived", "started", "ended"]

@@ -95,7 +95,6 @@ class Node:
         return [gpu for gpu, (milli, blocks) in pairs if milli == GPU_MILLI and blocks == full]
 
     def sharable(self, shape: Shape) -> list[int]:
-        """The GPUs that have room for a share."""
         milli, blocks = shape.gpu_milli, shape.memory_blocks
         pairs = enumerate(zip(self.gpu_milli, self.blocks, strict=True))
         return [gpu for gpu, (free, left) in pairs if free >= milli and left >= blocks]

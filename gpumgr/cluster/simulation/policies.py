@@ -231,7 +231,7 @@ def state_of(spec: NodeSpec) -> NodeState:
 
 
 class _Offered:
-    """The nodes with enough CPU and RAM for a request. `bits`: position -> the set of only that node."""
+    """The nodes with enough CPU and RAM for a request. `bits`: position of a node -> the set of only that node."""
 
     def __init__(self, cluster: Cluster, bits: Sequence[int], cpu_milli: int, ram_mebibytes: int) -> None:
         self._cluster, self._bits, self._cpu_milli, self._ram_mebibytes = cluster, bits, cpu_milli, ram_mebibytes
