@@ -75,7 +75,7 @@ class PodCache:
         return known.pod if (known := self._by_uid.get(uid)) is not None else None
 
     def annotations(self, uid: str) -> Mapping[str, str]:
-        """The agent's annotations of this pod, and HAMi's annotation with MIG devices. A change of only these calls no listener."""
+        """The agent's annotations of this pod, and HAMi's annotation with MIG devices. Listeners are not called if only these change."""
         return known.annotations if (known := self._by_uid.get(uid)) is not None else {}
 
     def all(self) -> Iterable[PodView]:

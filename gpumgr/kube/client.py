@@ -43,7 +43,7 @@ API_FAILURES: Final = (GpumgrError, aiohttp.ClientError, OSError)
 #: What decoding raises for an API object of another structure, or one that is nested too deeply.
 UNREADABLE: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 REQUEST_TIMEOUT: Final = aiohttp.ClientTimeout(total=60, sock_connect=10)
-#: Longer than the ten seconds after which the API server refuses an eviction with a wrong UID.
+#: For `send` and `read`. The API server refuses an eviction with a wrong UID after ten seconds.
 _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of refused credentials, because a read may run a program.
 _RENEW_SECONDS: Final = 5.0
@@ -202,7 +202,7 @@ class ApiServer:
     async def _send(
         self, method: Method, path: str, credentials: Credentials, *, headers: Mapping[str, str], **options: Any
     ) -> aiohttp.ClientResponse:
-        """aiohttp opens separate connections for each TLS context. Raises what `request` raises."""
+        """Renewed certificates get new connections, because aiohttp keeps connections by TLS context. Raises what `request` raises."""
         await self._files.refresh(credentials)
         try:
             return await self._session.request(
@@ -229,7 +229,7 @@ class ApiServer:
         patch: PatchKind = "merge",
         check: Callable[[], None] | None = None,
     ) -> bool:
-        """Sends one request and checks the status of the answer. Returns False if it is in `but`. `check`: see `request`.
+        """Sends one request and checks the status of the answer. Returns False if the status is in `but`. `check`: see `request`.
 
         Raises AnswerError for any other refusal, and what `request` raises.
         """
@@ -346,7 +346,7 @@ class _Review(msgspec.Struct):
 
 
 async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
-    """Whether this account, or `user`, has the right. A question about another account itself needs a right.
+    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews.
 
     Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
     """

@@ -1,6 +1,6 @@
 """The annotations that agents and the scheduler exchange, version 1: their JSON and its strict validation.
 
-The agent writes `gpumgr.io/inventory` on a node: its GPUs, and what pods without a matching placement hold. The scheduler writes
+The agent writes `gpumgr.io/inventory` on a node: its GPUs, and what pods hold unless their placement covers it. The scheduler writes
 `gpumgr.io/placement` on a pod in the Binding: the GPUs of each container.
 
 Readers ignore unknown fields, because a later release may add one within a version. Equal values have equal texts.
@@ -39,7 +39,7 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
-#: How many containers with HAMi's resources may share a GPU. If the setting is lowered later, more may hold replicas.
+#: A number of replicas; each is for one container with HAMi's resources. Once the setting is lowered, more can be held than offered.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
 #: Multiplies the memory or the cores of a GPU for containers with HAMi's resources.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
@@ -80,8 +80,8 @@ class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, if it differs from the position in `gpus`
-    because the driver can't describe a GPU with a lower index. `replicas`: how many containers with HAMi's resources may share the GPU.
+    """`memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, if the driver can't describe a GPU with a
+    lower one, so that it differs from the position in `gpus`. `replicas`: how many containers with HAMi's resources may share the GPU.
     `mig`: the profiles of MIG devices that the agent creates on demand (`mig_rows`); such a GPU is not shared."""
 
     uuid: Uuid

@@ -128,8 +128,8 @@ class CredentialFiles:
 
 
 def _environment_proxy(server: str) -> str | None:
-    """The proxy for this URL from HTTPS_PROXY, HTTP_PROXY and NO_PROXY. The HTTP client would also read ~/.netrc, on two threads for each
-    request."""
+    """The proxy for this URL from HTTPS_PROXY, HTTP_PROXY and NO_PROXY. aiohttp's `trust_env` would also read ~/.netrc, on two threads for
+    each request."""
     url = urlsplit(server)
     return None if proxy_bypass(url.netloc) else getproxies().get(url.scheme)
 

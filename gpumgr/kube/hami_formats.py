@@ -87,7 +87,7 @@ def placed_by_hami(
     return tuple((name, tuple(entry)) for name, entry in zip(wanted, devices, strict=True))
 
 
-#: The MIG devices of a pod. The scheduler writes their places, the node's plugin adds the driver's ids.
+#: The MIG devices of a pod. HAMi's scheduler writes their memory slices; the node's agent adds the driver's ids.
 MIG_ALLOCATIONS: Final = "hami.io/vgpu-mig-allocations"
 _Position = Annotated[int, Meta(ge=0, le=1 << 16)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 32)]

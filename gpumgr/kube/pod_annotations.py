@@ -1,8 +1,8 @@
 """The annotations that describe the allocations of a pod's containers. Pure.
 
 A pod gets gpumgr's keys and gpu-manager's, so that gpu-admission and similar tools continue to work. gpu-manager's keys (source: its
-contract with gpu-admission) are the node, the time, a mark that the pod has its GPUs, and the GPUs' minors for each index of
-spec.containers.
+contract with gpu-admission) are the node, the time, a mark that the pod has its GPUs, and for each index in spec.containers the minors of
+its GPUs.
 """
 
 import json
@@ -77,7 +77,7 @@ def _resize_answers(allocations: Sequence[Allocation]) -> Iterator[tuple[str, di
         if a.resize is not None and a.gpus:
             limits = a.limits_on(next(iter(a.gpus)))
             made: dict[str, Any] = {"cores": limits.cores, "memoryMiB": limits.memory_mebibytes}
-            if "mps" in a.mechanisms:  # its clients keep the limits with which they started
+            if "mps" in a.mechanisms:  # MPS clients keep the limits with which they started
                 made["newProgramsOnly"] = True
             texts = {"requestedAt": a.resize.asked.requested_at, "refused": a.resize.refused}
             yield a.container or "", made | {key: text for key, text in texts.items() if text}

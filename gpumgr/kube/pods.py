@@ -37,12 +37,12 @@ _FACTORS: Final = {
 _MAX_QUANTITY: Final = 1 << 63
 #: Annotation of a static pod's mirror pod, which only the kubelet can create: the UID that it gave the static pod.
 MIRROR_ANNOTATION: Final = "kubernetes.io/config.mirror"
-#: The annotation and the environment variable for two further fields of gpu-manager's /usage.
+#: The annotation and the environment variable that gpu-manager's /usage shows.
 CLUSTER_ANNOTATION: Final = "clusterName"
 SUBMITTER_VARIABLE: Final = "SUBMITTER"
 _DURATION: Final = re.compile("([1-9][0-9]{0,5})([smh])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600}
-#: In characters: for a user's text and a kubelet's sentence.
+#: The most characters kept of a user's text, and of a kubelet's message.
 _MAX_WORD: Final = 253
 _MAX_SENTENCE: Final = 1024
 _RESIZE_EXAMPLE: Final = '{"main": {"cores": 40, "memoryMiB": 4096}}'
@@ -212,7 +212,7 @@ def _is_mig(name: str, mig: str) -> bool:
 
 
 def _claim_uses(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Iterator[ClaimUse]:
-    """Which container uses which claim. The status names claims from templates."""
+    """Which container uses which claim. The status has the names of claims made from templates."""
     pod_claims = spec.get("resourceClaims") or ()
     if not pod_claims:
         return

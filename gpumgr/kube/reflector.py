@@ -333,7 +333,7 @@ class Reflector(Generic[T]):
             return await response.read()
 
     def _metadata(self, item: msgspec.Raw) -> _Metadata:
-        """Without a UID if the metadata can't be read."""
+        """The UID is "" if the metadata can't be read."""
         try:
             return decode_stored(item, _Item).metadata
         except UnreadableText:
@@ -379,7 +379,7 @@ class Reflector(Generic[T]):
             self._logged, self._watching_since = None, self._clock()
             async for line in _lines(response.content):
                 await self._event(await _decoded(line, _Event))
-            if self._clock() - self._watching_since >= seconds - 1:  # lasted as requested, so there was nothing to send
+            if self._clock() - self._watching_since >= seconds - 1:  # lasted as requested: nothing was left to send
                 self._heard(self._clock())
 
     async def _event(self, event: _Event) -> None:

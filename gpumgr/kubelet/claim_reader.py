@@ -5,10 +5,9 @@ A GET reads the claim, because no watch selects the claims of one node. The kube
 than a minute, so transient faults are retried here.
 
 The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates, with growing pauses, each pod with a
-claim that is not prepared some seconds after the pod's binding. The kubelet fails without a call of the driver if the driver is not
-registered, or if the API server does not show it the claim ("no relationship found between node and this object", seen with 40 pods at
-once), because the authorizer has not processed the pod's binding yet. Claims in the ledger do not count: the pod's image may just be
-pulled.
+claim that is not prepared some seconds after the pod's binding. The kubelet does not call the driver in two cases. The driver is not
+registered; or the API server hides the claim from the kubelet ("no relationship found between node and this object"), while the authorizer
+has not processed the pod's binding yet (seen with 40 pods at once). A claim in the ledger is prepared; its pod may wait for its image.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ _CONNECTIONS: Final = 8
 #: The timeout of one try; the first and the longest pause between tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: Other statuses from 300 to 499 are final. All statuses outside that range are transient (200: the answer is not JSON).
+#: The statuses from 300 to 499 that are retried. Outside that range all are retried (200: no JSON).
 _TRANSIENT: Final = (401, 408, 429)
 
 
@@ -264,7 +263,7 @@ class WaitingPods:
                 self._waiting[uid] = now + pause, min(2 * pause, _LONGEST_SECONDS)
 
     async def _retry(self, pod: PodView, missing: Collection[str]) -> None:
-        """Changes the pod if one of the missing claims is for this driver."""
+        """Annotates the pod if one of the missing claims is for this driver."""
         for name in sorted(missing):
             _, shares = await find_shares(self._server, self._pool, pod.namespace, name)
             if shares:

@@ -6,9 +6,9 @@ pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before the DRA socket is closed.
-2. Sockets that other programs remove or replace are made again; connections and calls continue. Other files in their place are kept and
-   reported.
-3. Only `stop` removes the sockets. The next process removes the sockets of a killed process, also if its `instance` differs.
+2. Sockets that other programs remove or replace by sockets are made again; connections and calls continue. Any other file in their place is
+   kept and reported.
+3. Only `suspend` and `stop` remove sockets. The next process removes the sockets of a killed process, also if its `instance` differs.
 
 The kubelet (1.34 and later) keeps a connection to the DRA socket, so its loss shows that the registration has ended.
 """
@@ -150,7 +150,7 @@ class DraLink:
             await asyncio.sleep(until_tick(self._timing.poll_seconds))
 
     def _remove_leftovers(self) -> None:
-        """Removes sockets without a listener, because the kubelet never stops to try them."""
+        """Removes sockets without a listener, because the kubelet would try them forever."""
         for server, pattern in zip((self._dra, self._registration), socket_patterns(), strict=True):
             for path in remove_leftovers(server.path.parent, pattern):
                 _log.info("leftover_socket_removed", socket=str(path))

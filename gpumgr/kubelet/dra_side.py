@@ -141,9 +141,9 @@ class DraSide:
             self._serve(group)
 
     async def run_out(self) -> None:
-        """Deletes the slice if the node may have one; agents of other nodes have no right to do that. Serves the Unprepare of prepared
-        claims until none is left, because drained pods end only after it. If the ledger was lost, it first adopts the claims of the node's
-        pods."""
+        """Deletes the slice only if the node may have one, because the agent may lack the right in mode plugin. Serves the Unprepare of
+        prepared claims until none is left, because drained pods end only after it. If the ledger was lost, it first adopts the claims of
+        the node's pods."""
         async with asyncio.TaskGroup() as group:
             if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
@@ -270,7 +270,7 @@ class DraSide:
 
     async def _keep_specs(self) -> None:
         """Writes CDI specs again that other programs have removed or changed; all of them if the driver has numbered its GPUs anew. A
-        restart of a container causes no Prepare."""
+        container that restarts needs its spec, and causes no Prepare."""
         minors = self._minors()
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)

@@ -3,8 +3,8 @@
 A plugin is found by its socket in the kubelet's folder, because the kubelet's API does not list plugins, and not every plugin's device ids
 name GPUs.
 
-An agent takes the locks before it listens. The kernel releases a lock when its holder ends. The file is kept, because two agents could lock
-two files if it were removed.
+An agent takes the locks before it listens. The kernel releases a lock when its holder ends. The lock file is kept, because two agents could
+lock two files otherwise.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def lock_node(path: Path) -> Iterator[None]:
 
 def holder(path: Path) -> str | None:
     """The text "pid N, " for the process that holds a lock on this file or folder; "" if its pid is not known; None without a lock. Takes a
-    shared lock for an instant: an agent that starts then ends with code 3 and is started again."""
+    shared lock for an instant. An agent that starts in it ends with code 3, and is started again."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

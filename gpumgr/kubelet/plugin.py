@@ -104,7 +104,7 @@ class DevicePlugin:
         return b""
 
 
-#: The least and the longest wait for the kubelet to close its connection after the end of its stream.
+#: The shortest and the longest wait for the kubelet to close its connection after the end of its stream.
 _LEAST_DISCONNECT_SECONDS: Final = 0.5
 _MOST_DISCONNECT_SECONDS: Final = 5.0
 

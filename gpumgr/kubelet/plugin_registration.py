@@ -3,7 +3,7 @@
 Invariants:
 1. Nothing here ends the process. A kubelet that is unavailable, hangs or refuses is logged once and retried.
 2. Register is called once the plugin's own socket listens, because the kubelet connects to it inside Register.
-3. A registration is lost when kubelet.sock is new, or a socket of the plugin or all ListAndWatch streams are missing. This is polled,
+3. A resource's registration is lost when kubelet.sock is new, its own socket is missing, or it has no ListAndWatch stream. This is polled,
    because inotify events can be lost.
 4. The kubelet has closed its connection to the earlier socket *before* Register. Kubelets 1.25 to 1.35 find clients by resource name, so
    the end of an old stream would disconnect the new registration.
@@ -294,7 +294,7 @@ class ResourceLists:
         self._mig_resource, self._meter = mig_resource, meter
         #: Resource name of MIG devices -> its encoded list.
         self._instance_lists: dict[str, LatestValue[bytes]] = {}
-        #: The same name -> UUID -> each MIG device that was ever in that list.
+        #: Resource name -> UUID -> each MIG device that was ever in that list.
         self._listed_instances: dict[str, dict[str, DeviceEntry]] = {}
 
     def publish(self, registry: GpuRegistry, node_devices: NodeDevices, link: KubeletLink) -> None:

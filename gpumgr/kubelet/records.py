@@ -138,8 +138,8 @@ async def entries_if_readable(device_plugin_dir: Path, names: Mapping[str, str])
 def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence[CheckpointEntry]:
     """The entries without deleted pods; all entries while the API server can't be reached.
 
-    Mode dra needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Otherwise each start of
-    the agent would adopt ended pods, and hold claims back until a sweep frees their GPUs.
+    Mode dra needs this: the kubelet removes the entries of ended pods only when it admits a pod of a device plugin. Without this, each
+    start of the agent would adopt ended pods, and claims would wait until a sweep frees their GPUs.
     """
     if not pods.reachable:
         return entries

@@ -6,8 +6,8 @@ Invariants:
 2. Each step reads the slice; the watch only starts a step. So a deletion that the watch has missed is noticed at the next step: after a new
    list, a change or a probe.
 3. Two writes are at least `change_seconds` apart. The last state is always written.
-4. The slice is written if the state differs from the last one sent, or if another client has changed the slice, so that its version is
-   another one. The first write of a process replaces it; the API server changes only the date of taints if it is the same.
+4. The slice is written if it differs from the last one sent, or if its version shows that another client has changed it. The first write of
+   a process always replaces it; with equal content the API server only changes the date of taints.
 5. A server that drops the fields for sharing gets an empty list of devices. A request with dryRun finds this out before anything is
    offered.
 """
@@ -45,8 +45,8 @@ class PublishTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
-    """`published`: the API server has the slice with all `devices`. `error`: the last failure since then. `dropped`: what the API server
-    does not store, and the remedy."""
+    """`published`: the API server has the slice with all `devices`. `error`: the last failure since that was so. `dropped`: what the API
+    server does not store, and the remedy."""
 
     published: bool = False
     devices: int = 0

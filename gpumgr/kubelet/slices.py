@@ -1,8 +1,8 @@
 """The ResourceSlice of this node (resource.k8s.io/v1): its content, and what of it the API server has dropped. Pure.
 
 kube-scheduler takes the first devices that fit, so the order of the slice decides the placement: claims for whole GPUs fill an empty node
-group by group. The order is fixed, because every change makes kube-scheduler try all pending pods again. Only the hardware, its health and
-settings change a slice.
+by groups of close GPUs. The order is fixed, because every change makes kube-scheduler try all pending pods again. Only the hardware, its
+health and settings change a slice.
 
 Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, because CEL fails on absent attributes:
 - `island`: GPUs that NVLink connects, directly or through other GPUs. A GPU without NVLink is an island by itself.
@@ -32,7 +32,7 @@ _STANDARD: Final = "resource.kubernetes.io"
 _MAX_TEXT: Final = 64
 #: Kubernetes' limit for a name, minus the prefix of the probe's name.
 _MAX_NAME: Final = 253 - len("probe-")
-#: A capacity must have room for its minimum and one more step.
+#: In memory blocks. A capacity must have room for its minimum and one more step.
 _MIN_BLOCKS: Final = 2
 Json = dict[str, Any]
 

@@ -195,9 +195,9 @@ class Bursts:
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container starts. For a share, waits until other containers' bursts have limits no higher than their use.
 
-        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered
-        until then, only the free memory decides. The kubelet starts containers with that runtime, so the agent's connection is wrong, and
-        may stay so.
+        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered the
+        agent until then, only the free memory decides. The kubelet starts containers with that runtime, so only the agent's connection
+        fails, perhaps forever.
         """
         gpus = tuple(allocation.gpus) if is_share(allocation) else ()
         key = object()
@@ -224,8 +224,7 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other containers on the GPU -> the bytes that their limits let them take beyond what they use and what is set aside for them (the
-        larger of the two)."""
+        """Other container on the GPU -> the bytes by which its limit exceeds the larger of its use and what is set aside for it."""
         reach = {}
         for other in self._agent_state.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):

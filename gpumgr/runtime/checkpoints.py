@@ -12,7 +12,7 @@ from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.suspension import Moved, Suspension, Verb
 
 PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
-#: How long a suspension waits for GPU work that was submitted before.
+#: How long a suspension waits for GPU work that was submitted before it.
 WORK_SECONDS: Final = 10.0
 #: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
 _LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0

@@ -74,7 +74,8 @@ class ContainerEvents:
 
 def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
     """Reports GPUs with too little memory for what their active containers may use, because it is granted more than once
-    (hami.device_memory_scaling). A container is active unless it is suspended. An allocation within the container's limit can then fail."""
+    (hami.device_memory_scaling). A container is active unless it is suspended. A CUDA allocation within the container's limit can then
+    fail."""
     ledger = agent_state.ledger
     for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
         active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)
@@ -96,7 +97,7 @@ def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> No
 
 log = structlog.get_logger(__name__)
 
-#: The same finding within this time is not reported again, so a finding that goes and returns is reported once.
+#: A finding that disappears and returns within this time is reported once.
 SAME_FINDING_SECONDS: Final = 60.0
 
 _REASONS: Final[Mapping[FindingCode, str]] = {
@@ -108,7 +109,8 @@ _REASONS: Final[Mapping[FindingCode, str]] = {
 
 
 class FindingsReporter:
-    """`count` receives the backend and the code of a finding. `clock` is monotonic, in seconds."""
+    """A finding: what a backend found wrong with a container's limits. `count` receives its backend and code. `clock` is monotonic, in
+    seconds."""
 
     def __init__(self, events: ContainerEvents, *, count: Callable[[str, str], None], clock: Callable[[], float]) -> None:
         self._events, self._count, self._clock = events, count, clock

@@ -125,7 +125,7 @@ class CriClient:
         self._channel.close()
 
     async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
-        """Repeats the call if the connection had ended while it was idle, because no call changes anything."""
+        """Repeats the call if the idle connection had ended; no call changes anything, so that is safe."""
         route = _SERVICE + method
         try:
             return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)

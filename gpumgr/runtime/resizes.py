@@ -42,7 +42,7 @@ async def decide_resizes(
     """Decides the new requests before the evaluation's limits are computed. Returns whether the ledger has changed.
 
     `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how often it is
-    logged that a decision can't be saved. `listed`: the runtime has ever answered.
+    logged that a decision can't be saved. `listed`: the runtime has answered this process.
     """
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):

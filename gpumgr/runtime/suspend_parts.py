@@ -15,7 +15,7 @@ from gpumgr.runtime.cgroups import Cgroups
 
 
 def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Container]) -> HostMemory:
-    """What is left on the node, and below the limits of these containers' cgroups."""
+    """The memory left on the node, and below the limits of these containers' cgroups."""
     found = [cgroups.memory_left(each.cgroup) for each in containers if each.cgroup is not None]
     node_bytes = None
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -47,9 +47,9 @@ class SuspendMeter(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. These, `memory_left` and `runs` read small
-    files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints). While the block of `sampling_soon` runs, the
-    driver is sampled at least once a second."""
+    """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. `start_times`, `memory_left` and `runs` read
+    small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints). While the block of `sampling_soon`
+    runs, the driver is sampled at least once a second."""
 
     machine: str
     start_times: Callable[[Collection[int]], Mapping[int, int]]

@@ -34,9 +34,9 @@ log = structlog.get_logger(__name__)
 REFUSED: Final = "GpuSuspendRefused"
 WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
-#: How often the pages of suspended containers are read.
+#: How often the pages shared with the library in suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: How long a thread may need to call the driver after the limiter's library has found that calls are not held back.
+#: A thread that has just passed the library's check calls the driver within this time.
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held back.
 _SAMPLES_SECONDS: Final = 15.0
@@ -48,7 +48,7 @@ _FAILED_SECONDS: Final = 300.0
 _REPORT_SECONDS: Final = 60.0
 #: How long a resume waits for lower limits of other containers; after that only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
-#: After so many failures of a resume, except lack of memory, the driver can't restore the container.
+#: A resume with so many failures, except lack of memory, is given up.
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
@@ -219,8 +219,8 @@ class Suspensions:
         self._tasks[name] = asyncio.create_task(sampled())
 
     async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
-        """`begun`: the saved state. Not `fresh`: an earlier process of the agent began it, so processes may be stopped, and what it moved
-        is not on the GPU."""
+        """`begun`: the saved state. Not `fresh`: an earlier process of the agent began it, so processes may be stopped, and moved memory is
+        not on the GPU."""
         name, since = allocation.id, self._clock()
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)

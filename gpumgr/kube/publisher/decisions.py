@@ -1,7 +1,7 @@
 """Publishes decisions: the ledger as annotations of pods, and the entries of the history as events.
 
 Invariants:
-1. The listeners only store what is new, because a kubelet's call may be waiting. `report` does the rest, so a bug there fails no caller.
+1. The listeners return at once, because a kubelet's call may be waiting. `report` does the rest, so a bug there fails no caller.
 2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event for all containers and resources.
 3. Annotations follow the ledger. They are written once the API server has listed the pod, because only its UID distinguishes it from
    another pod of the same name.
@@ -47,7 +47,7 @@ Label = Callable[[GpuName], str]
 
 
 class DecisionReporter:
-    """Receives entries of the history once it exists. `run` is a daemon."""
+    """Receives the history's entries from its creation on. `run` is a daemon."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ AGGREGATE_SECONDS: Final = 600.0
 SPAM_BURST: Final = 25
 SPAM_PER_SECOND: Final = 1 / 300
 AGGREGATE_PREFIX: Final = "(combined from similar events): "
-#: The most records of each kind. client-go keeps 4096 for a whole cluster; this is one node.
+#: The most records of each kind. client-go keeps 4096.
 MAX_RECORDS: Final = 1024
 
 Body = dict[str, Any]

@@ -1,11 +1,11 @@
 """Publishes what HAMi's scheduler reads: the node's GPUs, and the result of the admission of its pods.
 
 HAMi's scheduler knows only its own pods, so the amounts that other pods hold are subtracted. A GPU that other pods share has less than 100
-cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new pods, is unhealthy.
+cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new pods, is published as unhealthy.
 
 HAMi's scheduler binds the next pod once its lock on the node is removed, or after 5 minutes. So the agent removes the lock when a pod has
-all its devices, has ended, or is deleted. That may be the lock of a later pod; the agent itself needs no lock, so it does not read it. The
-lock stays if the kubelet refuses a pod by itself, or if a pod ends while no agent runs.
+all its devices, has ended, or is deleted. The agent does not read the lock, so it may remove a later pod's; it needs none itself. The lock
+stays if a pod is deleted while no agent runs.
 """
 
 from collections.abc import Callable

@@ -136,8 +136,8 @@ def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
 
 
 def _shares(allocations: Sequence[Allocation], positions: Mapping[GpuName, int]) -> Sequence[tuple[int, Amounts]]:
-    """What a pod's allocations hold together. A device id of an init container and a later container counts once. GPUs without a position
-    are left out."""
+    """What a pod's allocations hold together. A device id that init and later containers both have counts once. GPUs without a position are
+    left out."""
     held = allocations[0] if len(allocations) == 1 else Ledger(allocations={a.id: a for a in allocations})
     shares: list[tuple[int, Amounts]] = []
     for gpu in sorted({gpu for a in allocations for gpu in a.places} & positions.keys(), key=positions.__getitem__):
@@ -155,7 +155,7 @@ NO_TROUBLE: Final = "GpusWork"
 MAX_MESSAGE_BYTES: Final = 2048
 #: How long the kubelet or the driver may be unavailable before the condition reports it. Both are restarted in normal operation.
 PATIENCE_SECONDS: Final = 15.0
-#: Reasons for taking no new containers that are no trouble: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a
+#: Reasons that stop new containers and are no trouble: leftovers of an ended pod are temporary, a cordon has its own message, MIG is a
 #: setting, and an unavailable driver is a state of the node. The alert rules (config/prometheus/gpumgr.rules.yaml) have the same
 #: exceptions.
 _NO_TROUBLE: Final = ("quarantine", "operator", "mig", "nvml_down")

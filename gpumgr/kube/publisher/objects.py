@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 #: The kubelet's reason for a pod that a device plugin refused.
 REFUSED: Final = "UnexpectedAdmissionError"
 CONDITION_TYPE: Final = "GpuTrouble"
-#: Annotation of the node: the keys of the agent's labels, joined by ",". It shows obsolete labels after a restart.
+#: Annotation of the node: the keys of the agent's labels, joined by ",". After a restart it shows which labels the agent wrote.
 LABELS_ANNOTATION: Final = "gpumgr.io/labels"
 _DISCOVERY_LABEL: Final = "nvidia.com/gfd.timestamp"
 _DISCOVERY_MANAGER: Final = "gpu-feature-discovery"
@@ -104,7 +104,7 @@ class PodEviction(Desired):
 
 @dataclass(eq=False, slots=True)
 class NodePart(Desired, Generic[_Value]):
-    """A part of the Node. Callers repeat the same state. It is written on change and every RESYNC_SECONDS; its removal once."""
+    """A part of the Node. Callers repeat the same state. A value is written on change and every RESYNC_SECONDS, a removal once."""
 
     value: _Value | None = None
 
@@ -177,13 +177,12 @@ class NodeCondition(NodePart[Condition]):
     wall: Callable[[], float] = time.time
 
     def set(self, value: Condition | None, now: float) -> bool:
-        """Defers a condition with an unchanged status, because callers repeat their calls."""
+        """Ignores a new text for _CONDITION_SECONDS if the status is the same; callers repeat it."""
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
     async def apply(self, server: ApiServer, path: str) -> bool:
-        """Reads the Node first: an earlier process may have written the same status, which keeps its time. Changes of reason or message do
-        not change `lastTransitionTime`."""
+        """Reads the Node first: an earlier process may have written the same status. Only a new status changes `lastTransitionTime`."""
         found, now = _find_condition(await server.read("GET", path)), timestamp(self.wall())
         if self.value is not None:
             status = "True" if self.value.trouble else "False"
@@ -207,7 +206,7 @@ def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
     """A merge patch of the Node's labels and LABELS_ANNOTATION; None without changes. Labels below `nvidia.com/` that the agent did not
-    write stay. So do all of them where NVIDIA's gpu-feature-discovery runs."""
+    write stay. All of them stay where NVIDIA's gpu-feature-discovery runs."""
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}
     listed: str = (metadata.get("annotations") or {}).get(LABELS_ANNOTATION) or ""

@@ -2,7 +2,7 @@
 
 Invariants:
 1. No caller waits. The number of objects bounds the queue; events beyond a capacity are dropped and counted.
-2. An object's latest state is written before any event, unless its write has failed.
+2. An object's latest state is written before any event, except after a failed write, and except deletions of pods.
 3. After an outage or error of the API server all writes wait, in growing, jittered pauses or for its Retry-After. A failed write that
    reached the API server also has growing pauses of its own. Writes with fewer failures come first.
 4. A refusal that a retry can't change is logged with its remedy, and the write is dropped; only the deletion of a pod is retried.
@@ -46,7 +46,7 @@ _PAUSES_SECONDS: Final = (0.5, 30.0)
 _WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
 #: Statuses below 500 after which a retry may succeed. After a 401 the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
-#: After more conflicts another pod has the name.
+#: After this many conflicts (409) another pod has the name.
 _MAX_CONFLICTS: Final = 5
 #: After these errors no write reaches the API server, so the failed write has no pause of its own.
 _UNREACHABLE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -267,7 +267,7 @@ class Publisher:
             if desired.insists if status >= 500 else lasts or status not in _RETRIED:
                 self._refused(desired, error)
                 return None
-        # An admission webhook may refuse or delay only this write. A PodDisruptionBudget or another writer may forbid it for now.
+        # Then only this write waits: a webhook may delay a deletion, a PodDisruptionBudget an eviction, another writer any object.
         alone = desired.insists or status == 409 or (status == 429 and desired.what == "eviction")
         if alone and status in (409, 429):
             self._log.answered(len(self._queue))
