@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 #: The pause between calls of `List` that only confirm the order of the kubelet's calls.
 SPARE_LOOK_SECONDS = 0.05
-#: A call for replicas may wait this long for its pod (kubernetes.pod_wait_milliseconds may be less), because it is refused without.
+#: A call for replicas (ids of nvidia.com/gpu) waits for its pod this long, or kubernetes.pod_wait_milliseconds if that is longer.
 REPLICA_POD_SECONDS = 2.0
 #: The kubelet's calls for one pod follow each other within this time.
 FOLLOWS_SECONDS = 1.0
@@ -186,7 +186,7 @@ class Admission:
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The UID on record may be an earlier pod's. Once the pod's own UID is known, it must not count as newly listed.
+            # The UID on record may be an earlier pod's. Without this, the pod would count as newly listed once its own UID is known.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
@@ -198,8 +198,8 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, without allocations of ended pods. It examines allocations with `offered` ids, and
-        the ones that `_is_over` finds."""
+        """The ledger with the names that `List` shows, without allocations of ended pods. Only allocations with `offered` ids, or that
+        `_is_over` finds, are examined."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -240,7 +240,7 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If the cache lacks
-        that pod, one of the pods that were listed last."""
+        one of the pods listed last, it may be that one."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
         newest = max((self._seen[pod] for pod in listing.pods), default=0)
         late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -333,8 +333,7 @@ class Admission:
         return callers
 
     def _successor(self, ledger: Ledger, left_by: Allocation, resource: Resource, size: int) -> Caller | None:
-        """The container of `left_by`'s pod that waits for `size` ids; None if none does. If the cache lacks the pod, only the pod's name is
-        known."""
+        """The container of `left_by`'s pod that waits for `size` ids. If the cache lacks the pod, only the pod's name is known."""
         view = self._pods.get(left_by.pod) if left_by.pod else None
         if view is None:
             return Caller(pod=left_by.pod, continues=self._open(ledger, left_by.pod, resource, size))

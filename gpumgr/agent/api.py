@@ -84,7 +84,7 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
     cores: int = 0
     memory_bytes: int | None = None
     whole: bool = False
-    #: With a burst, or memory that other containers lend it; None: `memory_bytes`.
+    #: The limit if a burst or lent memory raises it; None: it is `memory_bytes`.
     memory_limit_bytes: int | None = None
     memory_used_bytes: int | None = None
     utilization_ratio: float | None = None
@@ -126,7 +126,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """As gpumgr.agent.node_report.ApiQueueState."""
+    """Writes to the API server; fields as in node_report.ApiQueueState."""
 
     waiting: int
     dropped: int
@@ -168,7 +168,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind` is init, sidecar or app. `replicas`: the request of nvidia.com/gpu, as a text."""
+    """`kind` is init, sidecar or app. `replicas`: the request for nvidia.com/gpu, as text."""
 
     container: str
     kind: str = "app"

@@ -3,8 +3,8 @@
 * A new claim is read from the API server, because no watch can select a node's claims. It is granted and saved under the agent's lock, then
   its limits are put in place.
 * A repeated Prepare gets the same answer, and restores CDI specs and limits. It reads the claim again, because the claim may have been
-  allocated anew. If the API server does not answer, the ledger decides while a pod that holds the claim runs, or the pods are not known
-  yet.
+  allocated anew. If the API server does not answer, the grant on record stays valid while a pod that holds the claim runs, or the pods
+  are not known yet.
 * A Prepare that an Unprepare of the claim overtook grants nothing: the kubelet may send both at the same time. A later Prepare grants
   nothing if no pod needs the claim.
 """
@@ -127,7 +127,7 @@ class NodeClaims:
 
     async def restore(self, *, unless: Collection[AllocationId] = ()) -> None:
         """Puts limits and CDI specs of prepared claims in place again, because a restart of a container makes no Prepare call. `unless`:
-        allocations that have them."""
+        allocations that still have them."""
         failed = dict[AllocationId, str]()
         for allocation in list(self._agent_state.ledger.allocations.values()):
             if allocation.claim is None or allocation.id in unless:
@@ -151,7 +151,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _note_unprepared(self, claim: ClaimRef) -> None:
-        """Pending pods are left out, because they may be about to use the claim."""
+        """Remembers the claim and the pods that no longer need it, without Pending pods: these may still start to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -227,7 +227,7 @@ class NodeClaims:
         if held := ledger.of_claim(claim.ref.uid):
             if shares_of(held) == _shares(claim):
                 return ledger, (), (held, False)
-            ledger = ledger.free(a.id for a in held)  # a call read the claim before it was allocated anew
+            ledger = ledger.free(a.id for a in held)  # granted by a call that read the claim before its new allocation
         if all(view is not None and view.ended for _, _, view in pods):
             raise Refusal("conflict", f"all pods that claim {claim.ref} is reserved for have ended: delete them")
         node = self._agent_state.node()

@@ -1,5 +1,5 @@
-"""Makes what a container gets: the responses to the kubelet's calls, and at its start folder, limits and CDI spec. A tenant is a container
-with a share (GpuShare)."""
+"""Makes the responses to the kubelet's calls, and a starting container's folder, limits and CDI spec. A tenant is a container with a share
+(GpuShare)."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -80,7 +80,7 @@ def tenants(ledger: Ledger, inventory: Inventory, pods: Pods) -> Iterator[tuple[
             yield tenant, allocation.mechanisms
 
 
-#: The mechanisms of a share without enforcement.
+#: The mechanisms (backends that limit a share) if nothing limits it.
 NO_MECHANISM = ("none",)
 
 
@@ -147,8 +147,8 @@ class ContainerStarts:
                 raise Refusal("internal", f"the container's folder {folder} can't be made: {error.strerror or error}") from error
 
     async def refuse_renumbered(self, allocation: Allocation) -> None:
-        """Raises Refusal if the container's first response, which it gets at each start, names another GPU's device node: the driver may
-        number its GPUs anew when it is loaded."""
+        """Raises Refusal if the kubelet's stored response, which the container gets at each start, names another GPU's device node: the
+        driver may number its GPUs anew when it is loaded."""
         nodes = self._gpu_nodes(allocation)
         if None in nodes or self._compared.get(allocation.id) == nodes:
             return

@@ -35,7 +35,7 @@ class GoneGpus:
         self._replaced_since: dict[str, float] = {}
 
     def restore(self, notes: Mapping[str, str]) -> None:
-        """Takes over the addresses after a start, once the quarantine is restored. A note that can't be read counts as empty: an operator
+        """Restores the addresses; call it after the quarantine is restored. A note that can't be read counts as empty: an operator
         can still forget the GPUs."""
         try:
             self._addresses = decode_note(notes, ADDRESSES_NOTE, dict[str, str])

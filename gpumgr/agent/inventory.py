@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Inventory, GpuRegistry], _T]":
-    """Keeps the method's result for an inventory and a registry, both immutable. Callers must not change it."""
+    """Caches the method's result, which callers must not change. Inventory and registry are immutable."""
 
     @wraps(method)
     def computed(self: "Inventory", gpu_registry: GpuRegistry) -> _T:
@@ -51,12 +51,12 @@ class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The state of the hardware at one instant (immutable), and the settings that decide what is offered of it.
+    """The state of the hardware at one instant (immutable), and the settings that decide which part is offered.
 
-    `replicas`: how many of each GPU are offered, with its memory and cores multiplied by `scaling`. `mig_on_demand`: the profiles of MIG
-    devices that are created for containers, on GPUs that then have no shares (empty: all profiles; None: no device is created).
-    `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now. `burst_mebibytes`: GPU -> memory that
-    containers hold above their requests.
+    `replicas`: how many ids of nvidia.com/gpu each GPU offers; `scaling`: factors of its memory and cores for these. `mig_on_demand`: the
+    profiles of MIG devices that are created for containers, on GPUs that then have no shares (empty: all profiles; None: no device is
+    created). `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now. `burst_mebibytes`: GPU -> memory
+    that containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY
@@ -92,8 +92,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @_once
     def mig_profiles(self, gpu_registry: GpuRegistry) -> Mapping[GpuName, tuple[MigProfile, ...]]:
-        """GPU with MIG devices on demand -> its profiles with the places that are not blocked. A profile that the settings exclude stays
-        without places: the parts of a GPU are counted with its largest profile."""
+        """GPU with MIG devices on demand -> its profiles with the places that are not blocked. A profile that the settings exclude is
+        kept, without places, because a device's part of the GPU is computed with the largest profile."""
         if self.mig_on_demand is None:
             return {}
         return {

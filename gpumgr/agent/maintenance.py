@@ -76,7 +76,7 @@ class HealthOverrides(Protocol):
         ...
 
 
-#: Gets a UUID, and returns the output of the driver's program. Raises NvmlError with the output.
+#: Gets a UUID, and returns the output of nvidia-smi. Raises NvmlError with the output.
 Reset = Callable[[str], Awaitable[str]]
 
 
@@ -266,7 +266,7 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """If the driver can't list processes (a lost GPU, for example), its program still refuses while a process has the GPU open."""
+        """If the driver can't list processes (of a lost GPU, for example), nvidia-smi still refuses while one has the GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]

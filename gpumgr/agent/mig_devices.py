@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 #: The reason in the event of a pod that lost its MIG device.
 MIG_DEVICE_GONE: Final = "GpuMigDeviceGone"
-#: Note in the checkpoint: the lost ledger may lack containers with MIG devices.
+#: Note in the checkpoint: the ledger was lost, and may still lack containers with MIG devices.
 INCOMPLETE_NOTE: Final = "mig_devices_incomplete"
 #: The pause between two tries to turn MIG mode on, or to create a MIG device at the same place.
 RETRY_SECONDS: Final = 30.0
@@ -159,7 +159,7 @@ class MigDevices:
             raise Refusal(
                 "gpu_unhealthy", f"no MIG devices are created on GPU {device.gpu} now, and the container needs {device}"
             )
-        # The place of a failed creation is allowed again: MIG mode may have been off after a reboot.
+        # A place in `_failed` is tried again here, because MIG mode may have been off after a reboot.
         gpu, place = shown.uuid, place_of(device, shown.mig_profiles)
         try:
             for each in await self._driver.mig_instances(gpu):

@@ -68,7 +68,7 @@ class Enforcement(Protocol):
     """The limits of containers that share a GPU, and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """`pod` None: it is not certain. `setting`: the mechanism that its DeviceClass demands."""
+        """`pod` None: not certain. `setting`: the mechanism that the claim's DeviceClass demands."""
         ...
 
     def answer(

@@ -150,8 +150,8 @@ class Reconciler:
         return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """Adds the allocations that only the kubelet has (at start, after a lost checkpoint). `entries` are from the kubelet's checkpoint.
-        If the ledger has them all with their pods, `List` is not called, so that GPUs are offered at once."""
+        """At start, adds the allocations that only the kubelet has. `entries` are from the kubelet's checkpoint. If there are some, and
+        the ledger has them all with their pods, `List` is not called, so that GPUs are offered at once."""
         entries = tuple(entries)
         async with self._agent_state.lock:
             ledger = self._agent_state.ledger

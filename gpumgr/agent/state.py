@@ -291,7 +291,7 @@ class AgentState:
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
         """Call it once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container) that still
-        run, then judges the samples so far again. Raises CheckpointError for a note that can't be read."""
+        run, then evaluates the sampled processes again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine

@@ -279,7 +279,7 @@ class Agent:
                 self.reconciler.answered()
 
     def _still_reserved(self, allocation: AllocationId) -> Allocation:
-        """The reservation as it is now, perhaps with its pod. Raises Refusal if it was freed, or if one of its GPUs went out of service."""
+        """The reservation now; its pod may have become known. Raises Refusal if it was freed, or if one of its GPUs went out of service."""
         reserved = self.agent_state.ledger.allocations.get(allocation)
         if reserved is None:
             raise Refusal("conflict", "the kubelet offered the container's ids again while its MIG devices were created")

@@ -78,8 +78,8 @@ NO_DEVICES = "void"
 
 
 class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: it is, or
-    may be, one of the node's runtimes. `why`: a clause for messages."""
+    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: its
+    runtime may be one of the node's. `why`: a clause for messages."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -102,7 +102,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rebuild of the ledger needs of an allocation with replicas."""
+    """What a rebuild of the ledger must know of an allocation with replicas (`nvidia.com/gpu`)."""
 
     gpus: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
     limits: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -119,7 +119,6 @@ class GrantedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host: HostPaths) -> ContainerResponse:
-    """The response to the core call."""
     granted = [gpus[name] for name in allocation.gpus]
     nodes = [f"nvidia{gpu.minor}" for gpu in granted if gpu.minor is not None]
     common = [WSL_NODE] * (len(nodes) < len(granted)) + [*CONTROL_NODES]
@@ -142,8 +141,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """vcuda's library replaces the driver's, so vcuda always needs the driver's files. The runtime follows the folder's symbolic link at
-    each start: the container gets the files of the driver that is loaded then."""
+    """vcuda's library replaces the driver's, so vcuda always needs the driver's files. The host's folder is a symbolic link: at
+    each start the container gets the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):

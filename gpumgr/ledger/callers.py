@@ -110,8 +110,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """The ledger in which unnamed allocations with these ids are an init container's of this pod: the kubelet passes on only ids of init
-    containers, and only while it admits their pod (devicemanager: devicesToReuse)."""
+    """Records unnamed allocations with these ids as an init container's of this pod: the kubelet passes on only ids of init containers, and
+    only while it admits their pod (devicemanager: devicesToReuse)."""
     for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))

@@ -81,7 +81,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """The caller's allocation with only the other resource; without a spec the one that the caller `continues`."""
+    """The caller's allocation that has only ids of `other`; without a spec the one that the caller `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -196,7 +196,8 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """For a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the entirely free GPUs."""
+    """Memory ids for a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the entirely free
+    GPUs."""
     capacities = _capacities(node, ledger, room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)

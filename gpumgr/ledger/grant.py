@@ -162,8 +162,7 @@ def _refuse_foreign_memory(node: NodeView, masks: Masks, own: Allocation | None)
 def _granted_gpus(
     ledger: Ledger, allocation: Allocation, device_ids: Mapping[Resource, Masks], named: Collection[GpuName]
 ) -> Sequence[GpuName]:
-    """The container's GPUs, in the order of the registry. If taken-over ids lie on more GPUs than the container requests, as many as it
-    requests."""
+    """The container's GPUs, in the order of the registry: as many as it requests, even if taken-over ids lie on more."""
     order = [gpu.name for gpu in ledger.gpu_registry.gpus]
     cores, blocks = device_ids.get("core", NO_IDS), device_ids.get("memory", NO_IDS)
     wanted = max(1, count(cores) // CORES_PER_GPU)

@@ -10,7 +10,7 @@ from gpumgr.placement.pods import PodKey
 
 #: How many entries are kept, in memory and on disk, besides the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000
-#: A container runs without limits; the event about the placement has the same code.
+#: A container runs without limits; the message of its placement's event has this code, too.
 NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
 #: Codes of events that are no warnings: the pod's annotations, or the pod itself, demanded them.

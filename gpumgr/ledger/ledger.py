@@ -265,7 +265,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """Held ids, and amounts without ids: more than the GPU has if a resized container uses what others hold and may no longer use."""
+        """Held ids, and amounts without ids. They exceed the GPU if a resized container uses what others hold and may no longer use."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())

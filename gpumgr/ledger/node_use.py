@@ -50,7 +50,7 @@ class ContainerUse(msgspec.Struct, frozen=True, kw_only=True):
     memory_request_bytes: int | None = None
     memory_limit_bytes: int | None = None
     memory_bytes: int | None = None
-    #: The part of the last period in which its kernels ran, 0..1; None = not sampled, or not reported.
+    #: The part of the last sample period in which its kernels ran, 0..1; None = not sampled, or not reported.
     utilization_ratio: float | None = None
     processes: Mapping[int, int | None] = msgspec.field(default_factory=dict)
     #: None: the limiter does not limit the container.

@@ -218,7 +218,7 @@ def _obstacle(ledger: Ledger, after: Ledger, allocation: Allocation, gpu: GpuNam
 
 
 def _several_of_one_gpu(node: NodeView, ledger: Ledger, request: Request, named: Sequence[GpuName]) -> Choice:
-    """For HAMi's scheduler, which names a GPU once for each MIG device."""
+    """Chooses several replicas of a GPU: HAMi's scheduler names it once for each MIG device."""
     free = request.free(ledger)
     masks = {gpu: request.must.get(gpu, 0) or lowest(free.get(gpu, 0), named.count(gpu)) for gpu in dict.fromkeys(named)}
     for gpu, mask in masks.items():

@@ -1,8 +1,8 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
-A request is decided once, by what its GPUs have left then. Growth uses first what is free, then what other containers may not use since a
-resize, then memory that suspended containers lend. Lent memory is used like a burst: when the lenders resume, they get back what is not in
-use.
+A request is decided once, by what its GPUs have left then. Growth uses first what is free, then what other containers may no longer use
+after a resize, then memory that suspended containers lend. Lent memory is used like a burst: when the lenders resume, they get back what
+is not in use.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -42,7 +42,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Growth waits until the memory limit of another container on this GPU is lower; a lower limit, until the container is listed."""
+    """Growth waits until another container's memory limit on this GPU is lower. A decrease waits until the runtime has answered."""
 
     gpu: GpuName
     holder: Allocation

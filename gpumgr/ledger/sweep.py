@@ -125,8 +125,8 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 
 
 def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """Allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that one's pod was a wrong guess,
-    and runs, only allocations that share ids with it."""
+    """Allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that later
+    allocation's pod was a wrong guess and runs, only allocations with some of its ids."""
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
     gone = {a.id for a in freed}
@@ -230,8 +230,8 @@ def _ended(a: Allocation, find_pod: FindPod) -> bool:
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """Whether `List` shows its container with other ids. The kubelet never changes these, so the allocation's were never the container's,
-    or an earlier pod's of that name."""
+    """Whether `List` shows its container with other ids. The kubelet never changes these, so the allocation is another container's, or
+    an earlier pod's of that name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})

@@ -1,5 +1,5 @@
-"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection. Notes are JSON texts that the agent keeps
-over a restart besides the ledger."""
+"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection. Call the functions that write inside a
+transaction. Notes are JSON texts that the agent keeps over a restart besides the ledger."""
 
 import sqlite3
 import zlib
@@ -119,7 +119,6 @@ def is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
-    """To be called inside a transaction."""
     for statement in _CREATE:
         connection.execute(statement)
     connection.execute("INSERT INTO schema VALUES (?)", (SCHEMA_VERSION,))
@@ -168,7 +167,6 @@ def read(connection: sqlite3.Connection) -> Loaded:
 
 
 def write_change(connection: sqlite3.Connection, change: Change) -> None:
-    """To be called inside a transaction."""
     if change.gpu_registry is not None:
         connection.execute("DELETE FROM gpus")
         _write_gpus(connection, change.gpu_registry)
@@ -183,12 +181,10 @@ def write_change(connection: sqlite3.Connection, change: Change) -> None:
 
 
 def write_entries(connection: sqlite3.Connection, entries: Sequence[HistoryEntry]) -> None:
-    """To be called inside a transaction."""
     connection.executemany("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", map(_entry_row, entries))
 
 
 def write_note(connection: sqlite3.Connection, key: str, value: str) -> None:
-    """To be called inside a transaction."""
     connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (key, value, checksum(key, value)))
 
 

@@ -38,7 +38,7 @@ class TooManySets(Exception):
 
 
 def interchangeable(scores: Scores, gpus: Sequence[int], kind: Mapping[int, Hashable]) -> list[list[int]]:
-    """Classes of GPUs with the same kind and the same scores to all other `gpus`; both levels ascending."""
+    """Classes of GPUs with the same kind and the same scores to all other `gpus`; classes and members are ascending."""
     classes: list[list[int]] = []
     for gpu in gpus:
         for members in classes:
@@ -159,7 +159,7 @@ class PartitionSearch:
         return sorted(found)
 
     def _number_of_sets(self, size: int) -> int:
-        """Only the counts of the classes distinguish sets."""
+        """Sets with equal counts of the classes count once."""
         numbers = [1] + [0] * size
         for members in self._classes:
             numbers = [sum(numbers[max(0, total - len(members)) : total + 1]) for total in range(size + 1)]

@@ -96,8 +96,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_percent` of the GPU's memory. A GPU is charged with the memory divided by `memory_scaling`, and the cores divided by
     `core_scaling`.
 
-    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler chose it. That scheduler may have taken the
-    percentage of the free memory.
+    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler chose it. That scheduler may have computed
+    the percentage from the free memory.
     """
 
     count: int
@@ -186,7 +186,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """Because of them, nodes with equal GPUs can differ."""
+        """Nodes with equal GPUs can differ because of these UUIDs."""
         return self.use_uuids + self.avoid_uuids
 
     @property

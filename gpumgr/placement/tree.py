@@ -103,7 +103,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """Pairs of GPUs at `level` or closer connect the nodes of a family."""
+    """Nodes with GPUs that are joined at `level` or closer are in one family."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
