@@ -36,7 +36,7 @@ DEPRECATED: Final = 26
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
-#: (function, code): from this function the code means "there is none". The binding raises SUCCESS for an empty list.
+#: (function, code): from this function the code means "nothing found". The binding raises SUCCESS for an empty list.
 _NONE_YET: Final = frozenset(
     {
         *(

@@ -84,7 +84,7 @@ def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str,
 
 T = TypeVar("T")
 
-#: The time limit of one change of MIG. NVIDIA's DRA driver has seen seconds for each step on busy GPUs.
+#: The time limit of one change of MIG. In NVIDIA's DRA driver each step took seconds on busy GPUs.
 _MIG_SECONDS: Final = 30.0
 #: How long a reading waits for an earlier call about a GPU.
 _BUSY_SECONDS: Final = 1.0
@@ -102,8 +102,8 @@ class Nvml(Session):
     """The agent's calls of NVML. Only one instance is open at a time in a process.
 
     Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no driver,
-    and DriverMismatchError if only a new process can continue. Changes of MIG have a longer timeout, and other calls about the GPU wait for
-    their end.
+    and DriverMismatchError if only a new process can continue. Changes of MIG have a longer timeout. Other calls about the GPU wait for
+    them, readings only for a second.
 
     `library_path` None: the system's loader finds libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted. `unreported_memory_bytes`:
     the assumed memory of a GPU for which the driver reports none.

@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 CLOSING_REASONS = frozenset({"mig", "operator"})
 #: Reasons for which the history calls a GPU lost instead of unhealthy.
 LOST_REASONS = frozenset({"lost", "missing"})
-#: Codes of this module's history entries; gpumgr.agent.maintenance adds the entries of maintenance.
+#: Codes of history entries about a GPU's health; gpumgr.agent.maintenance adds the entries of maintenance.
 HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 
 
@@ -33,7 +33,7 @@ class HardwareEvents:
 
     `device_root`: the folder of device nodes. `simulated`: the GPUs need none. `before_snapshot` is awaited before the GPUs of a snapshot
     are offered; `on_sample` after each sample, with the start times of its processes (pid -> clock ticks since boot). `own_pids` maps
-    these, on a thread, to the pids of gpumgr's own processes, which are left out of the sample.
+    the start times, on a thread, to the pids of gpumgr's own processes, which are left out of the sample.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HardwareEvents:
         self._nodeless: Mapping[str, str] = {}
         #: UUID -> code of an unhealthy GPU's latest history entry; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the GPUs that the driver could not describe; None before the first check.
+        #: Indices of the GPUs in `not_readable` entries; None before the first check.
         self._nameless: frozenset[int] | None = None
         #: Why MIG devices can't be offered, as last logged.
         self._mig_obstacle: str | None = None
@@ -157,7 +157,7 @@ class HardwareEvents:
                 self._reported[uuid] = code
 
     def _report_nameless(self) -> None:
-        """Adds one entry for each GPU that the driver can't describe, but not again after a restart."""
+        """Adds one entry for each unregistered GPU that the driver can't describe, but not again after a restart."""
         history = self._agent_state.history
         add = history.add_unless_repeated if self._nameless is None else history.add
         nameless = {

@@ -168,7 +168,7 @@ def step_mig_devices(
 
 
 def _judge(observation: Observation, rules: HealthRules) -> _Verdict | None:
-    """None: it changes nothing."""
+    """None: the observation changes nothing."""
     match observation:
         case Xid(number=number):
             if rules.ignored_xids is None or number in rules.ignored_xids:

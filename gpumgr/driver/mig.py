@@ -3,8 +3,8 @@
 A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. A step that fails may leave a GPU instance
 without a compute instance. It occupies memory slices, so it is destroyed when a new MIG device needs them.
 
-Source: NVML's reference, "Multi Instance GPU Management". NVIDIA's DRA driver has seen that a GPU instance is "in use by another client"
-after its compute instance was destroyed, and that NVML reports an occupied place as "insufficient resources".
+Source: NVML's reference, "Multi Instance GPU Management". In NVIDIA's DRA driver a GPU instance was "in use by another client" after its
+compute instance was destroyed, and NVML reported an occupied place as "insufficient resources".
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def read_mig_enabled(nvml: Binding, handle: Handle) -> bool | None:
 
 
 def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
-    """UUID -> handle of each MIG device of a GPU in MIG mode, by NVML's index, which may have holes. Raises CallError."""
+    """UUID -> handle of each MIG device of a GPU in MIG mode, in the order of NVML's indices. Raises CallError."""
     handles = {}
     for index in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
         with unless_gone():
@@ -70,7 +70,7 @@ def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
 
 
 def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
-    """The MIG devices of a GPU in MIG mode, by NVML's index, without a device that is destroyed in the meantime. Raises CallError."""
+    """The MIG devices of a GPU in MIG mode, in the order of NVML's indices, without one that is being destroyed. Raises CallError."""
     instances = []
     for handle in read_mig_handles(nvml, gpu).values():
         with unless_gone():
@@ -184,7 +184,7 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
         compute_profile = _compute_profile(nvml, instance, profile.slices)
         compute = nvml.call("nvmlGpuInstanceCreateComputeInstance", instance, compute_profile)
         made.append(("nvmlComputeInstanceDestroy", compute))
-        # The info has the handle. NVIDIA's DRA driver has seen that a search by index takes 10 s on busy GPUs.
+        # The info has the handle. In NVIDIA's DRA driver a search by index took 10 s on busy GPUs.
         return read_mig_instance(nvml, gpu, nvml.call("nvmlComputeInstanceGetInfo", compute).device)
     except NvmlError:
         for function, part in reversed(made):
@@ -229,7 +229,7 @@ def _create_gpu_instance(nvml: Binding, gpu: Handle, profile: MigProfile, place:
 
 
 def _destroy_unused(nvml: Binding, gpu: Handle, place: Placement) -> bool:
-    """Destroys GPU instances without a MIG device that overlap `place`. Returns whether there was one."""
+    """Destroys GPU instances that overlap `place` and have no MIG device. Returns whether there was one."""
     used = _gpu_instances_of(nvml, read_mig_handles(nvml, gpu))
     found = False
     for _, profile in read_profile_infos(nvml, gpu):

@@ -51,11 +51,11 @@ class NodeListener(Protocol):
         """Called at the start, and whenever the node's GPUs may have changed, after `health_changed` with their health."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called when a state, a reason or a message has changed, with the health by UUID of all GPUs, also of GPUs that the last snapshot
-        lacks, and of MIG devices with a fault of their own."""
+        """Called when a state, reason, message or cordon has changed, with the health by UUID of all GPUs, also of GPUs that the last
+        snapshot lacks, and of MIG devices with a fault of their own."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
-        """Called once in each period."""
+        """Called once in each sample period."""
 
     async def driver_down(self, message: str) -> None:
         """Called once for each outage of NVML as a whole, which the next `snapshot_taken` ends."""
@@ -118,7 +118,7 @@ class Monitor:
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """Applies from the next reading on. The new period also counts for a wait that has begun."""
+        """The rules apply from the next reading on, the period at once, even to a wait that has begun."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
@@ -173,7 +173,7 @@ class Monitor:
             self._stale = True  # events have to be registered again
 
     async def run(self) -> NoReturn:
-        """Runs until cancelled; uses an open session. Raises DriverMismatchError. The caller closes NVML."""
+        """Runs until cancelled; uses a session that is already open. Raises DriverMismatchError. The caller closes NVML."""
         if not self._nvml.opened:
             await self._reach_driver()
         while True:
@@ -300,7 +300,7 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Applies an event to the MIG devices of the GPU instance that it names, otherwise to the GPU (None: to all)."""
+        """Applies an event to the MIG devices of the GPU instance that it names, otherwise to the GPU (`uuid` None: to all GPUs)."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:
             devices = [each for gpu in self._snapshot.gpus if gpu.uuid == uuid for each in gpu.mig_instances]

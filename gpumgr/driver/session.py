@@ -144,7 +144,7 @@ class Session:
     async def open(self) -> None:
         """Loads the library and initialises NVML; closes an earlier session first.
 
-        That session can't end while a call about a GPU hangs. Then it continues if the driver answers other calls.
+        While a call about a GPU hangs, the earlier session can't end. It continues if the driver answers other calls.
         """
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):
@@ -161,7 +161,7 @@ class Session:
     async def without_session(self) -> AsyncIterator[None]:
         """A context manager: in its block there is no session, so another program can have exclusive access to a GPU. Calls wait.
 
-        Afterwards there is no watch for events. Raises NvmlError if a call hangs: then the session can't end.
+        Afterwards call `watch_events` again. Raises NvmlError if a call hangs: then the session can't end.
         """
         async with self._session_lock:
             self._session_open.clear()
@@ -184,8 +184,8 @@ class Session:
             await self._session_open.wait()
 
     async def watch_events(self, on_event: OnEvent) -> frozenset[str]:
-        """Calls `on_event` for each XID and double-bit error of the last snapshot's GPUs, until `close`. Returns the UUIDs of the GPUs
-        without events."""
+        """Calls `on_event` for each XID and double-bit error of the last snapshot's GPUs, until the session ends. Returns the UUIDs of the
+        GPUs without events."""
         uuids = dict(self._seen)
         async with self._session_lock:
             before, self._events = self._events, await self._start_events(uuids, on_event)

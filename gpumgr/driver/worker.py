@@ -76,7 +76,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class NvmlWorker:
-    """The first call starts a thread. After `close` a thread ends when its call has returned."""
+    """The first call starts a thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -58,7 +58,7 @@ class Backend:
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:  # noqa: ARG002
         """The backend's part of the answer to Allocate for this resource. Raises Refusal.
 
-        The answer for cores has everything that does not depend on the amount of memory. Each answer depends only on the tenant, the
+        The answer for cores has everything that does not depend on the amount of memory. Each answer depends only on the share, the
         settings and the libraries.
         """
         return ContainerResponse()

@@ -103,7 +103,7 @@ class SharedFile:
         return found.st_size
 
 
-#: Room for the limiter's pages (2.2 MB if full); HAMi-core's region is smaller.
+#: Room for the limiter's files (2.2 MB if full); HAMi-core's region is smaller.
 _OPTIONS: Final = "mode=711,size=2560k,nr_inodes=8"
 _NOSUID_NODEV_NOEXEC: Final = 2 | 4 | 8
 _DETACH: Final = 2
@@ -147,7 +147,7 @@ class BoundedFolders:
 
     def remove(self, folder: Path) -> None:
         """Raises OSError."""
-        if not folder.exists():  # `_on_host` would find the mount of another mechanism
+        if not folder.exists():  # `_on_host` would find another mechanism's mount of this name
             return
         for _ in range(_MOST_MOUNTS):
             if not folder.is_mount():

@@ -45,7 +45,7 @@ class PidMap:
 
 
 class Identity(NamedTuple):
-    """Identifies a process. `namespace`: the inode of its innermost pid namespace. The limiter's library writes both into its page."""
+    """Identifies a process. `namespace`: the inode of its innermost pid namespace. The limiter's library reports both."""
 
     namespace: int
     pid: int

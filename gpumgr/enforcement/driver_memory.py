@@ -2,12 +2,12 @@
 controller.
 
 Beyond the hard limit an allocation fails with CUDA's out-of-memory error. Neither cores nor managed memory in the host's memory are
-limited. No soft limit (a guarantee) is set. The driver would also add it to the cgroup's ancestors, and it would stay there, since the
-runtime removes the cgroup before it could be set to 0. It is not needed, because the hard limits leave each container its share.
+limited. No soft limit (a guarantee) is set: the driver would add it to the cgroup's ancestors, too, where it would stay after the runtime
+removes the cgroup. The hard limits leave each container its share.
 
 A cgroup exists only while its container runs, so the limit is set when the container is first listed. The kernel silently refuses a limit
-below the present use, so each limit is read back. A container that the runtime does not list gets no limit, so none starts while the
-runtime is not available.
+below the present use, so each limit is read back. A container that the runtime does not list gets no limit, so no container starts while
+the runtime is not available.
 
 Source: NVIDIA's MPS documentation r615, "Memory Partitioning"; kernel/cgroup/dmem.c.
 """
@@ -56,7 +56,7 @@ class MemoryLimits(Protocol):
 
 class _Limit(msgspec.Struct):
     """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force. `kept`: why the driver keeps the higher limit
-    of a burst. `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
+    of a burst (memory beyond the request). `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None

@@ -122,7 +122,7 @@ class Enforcer:
             try:
                 if tenant is not None and not (allocation.claim and await self._runs(allocation.id)):
                     self._refuse_mixture(tenant, allocation.mechanisms)
-                    if not _by_mps(allocation.mechanisms):  # an idle daemon keeps the GPU in exclusive mode
+                    if not _by_mps(allocation.mechanisms):  # an idle MPS daemon keeps the GPU in exclusive mode
                         await self.vacate([gpu.uuid for gpu in tenant.gpus])
                     for backend in self._of(allocation.mechanisms):
                         await backend.start(tenant)
@@ -251,7 +251,7 @@ class Enforcer:
                 await backend.recover([tenant for tenant, names in tenants if name in names])
 
     async def tend(self, known: Callable[[], Collection[AllocationId]]) -> float | None:
-        """Like `Backend.tend`. Also removes the files of an allocation that is gone for `orphan_grace_seconds`, unless a process has them
+        """Like `Backend.tend`. Also removes the files of an allocation gone for `orphan_grace_seconds`, unless a process has them
         mounted."""
         later = [await backend.tend(known) for backend in self.backends.values()]
         now = self._clock()

@@ -36,8 +36,8 @@ _INSTALLING: Final = threading.Lock()
 class Monitor:
     """Checks the files of one start of a container. Any thread may call the methods.
 
-    `files`, `file`: what messages call these files, and new ones. `obstacle`: why the limits that were last checked or restored are not in
-    force; None: they are.
+    `files`, `file`: names for messages, of these files and of new ones. `obstacle`: why the limits that were last checked or restored are
+    not in force; None: they are.
     """
 
     def __init__(self, files: str, file: str) -> None:
@@ -72,7 +72,7 @@ class Monitor:
         return finding(tenant, "tampered", message)
 
     def _outside(self, tenant: GpuShare, pids: Iterable[int], checks: int, without: str) -> Iterator[Finding]:
-        """Reports processes without the library (named `without`) after `checks` consecutive checks."""
+        """Reports processes without the library (its name: `without`) after `checks` consecutive checks."""
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
@@ -87,7 +87,7 @@ _M = TypeVar("_M", bound=Monitor)
 
 class PreloadedBackend(Backend, Generic[_M]):
     """`path_in_container`: the library in containers. `library_dir`: the installed libraries, on a disk, since a container's mounts name
-    them also after a reboot. `folder`: a folder for each allocation, on a tmpfs, which containers may fill if `volumes` is None."""
+    them also after a reboot. `folder`: on a tmpfs, with a folder for each allocation. Containers may fill it if `volumes` is None."""
 
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
     adjustable = True

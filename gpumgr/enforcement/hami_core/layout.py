@@ -18,7 +18,7 @@ FILE_BYTES: Final = SIZEOF + 1
 #: Magic (i32), major and minor version (u32).
 HEAD: Final = struct.Struct("<iII")
 SEM: Final = 24
-#: A process in cuInit holds it while it looks for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
+#: A process in cuInit holds this semaphore while looking for its pid on the host. glibc's sem_t: value and number of waiters (u32 each).
 SEM_POSTINIT: Final = 2_008_920
 #: For each device: bytes of memory, percent of cores (u64).
 LIMIT: Final = 1600

@@ -70,7 +70,7 @@ def _check(gpu: SharedGpu) -> None:
 
 
 def seed(wanted: RegionLimits) -> bytes:
-    """The bytes of a new file. The library prefers its limits to those of the environment, and adds devices and processes."""
+    """The bytes of a new file. The library prefers the file's limits to the environment's, and adds devices and processes."""
     content = bytearray(layout.FILE_BYTES)
     layout.HEAD.pack_into(content, 0, layout.MAGIC, *layout.VERSION)
     for semaphore in (layout.SEM, layout.SEM_POSTINIT):

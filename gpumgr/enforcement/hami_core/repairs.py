@@ -33,7 +33,7 @@ HELD_SECONDS: Final = 5.0
 HELD_AT_MOST_SECONDS: Final = 30.0
 
 RepairCode = Literal["memory_limit", "core_limit", "priority", "switch", "hostpid", "seqlock", "postinit"]
-#: Only the container can have changed them. A changed switch is only restored, since the library ignores it with
+#: Words that only the container can have changed. A changed switch is only restored, since the library ignores it with
 #: GPU_CORE_UTILIZATION_POLICY=force, which the agent sets.
 TAMPERING: Final[frozenset[RepairCode]] = frozenset({"memory_limit", "core_limit", "priority"})
 
@@ -90,8 +90,8 @@ def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
 
 
 def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
-    """Whether a running process may hold the semaphore `postinit`. Holder and waiters have no host pid yet, so there is a holder only if
-    more processes than the waiters have none."""
+    """Whether a running process may hold the semaphore `postinit`. Holder and waiters have no host pid yet, so a holder runs only if more
+    processes lack a host pid than wait."""
     starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
     return starting > seen.postinit_waiters
 

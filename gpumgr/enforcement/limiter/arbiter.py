@@ -1,6 +1,6 @@
 """Controls the arbiter (arbiter.c), a native thread that gives the containers of each GPU turns, in which they may run work there.
 
-A tenant is a container on one GPU.
+A tenant is a container on one GPU. Its pages are files that it shares with the agent.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class _Figures(ctypes.Structure):
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant's figures since it was added. `held_ns`: GPU time charged to it. `waited_ns`: time in which a thread of it waited for a
-    turn, in steps of at most 5 ms. `overruns`: turns that ended while its work still ran. `spoiled`: how often its page `turn` was damaged
+    turn. `overruns`: turns after which its work ran on for two turns' length. `spoiled`: how often its page `turn` was damaged
     and restored."""
 
     held_ns: int

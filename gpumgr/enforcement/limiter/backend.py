@@ -180,7 +180,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         return self._locks.setdefault(allocation, threading.Lock())
 
     def _monitor_of(self, allocation: AllocationId) -> PageMonitor | None:
-        """The container's monitor; None while the agent ends. After a restart of the agent, opens the pages, also after a failure."""
+        """The container's monitor; None while the agent ends. Opens the pages after the agent's restart; a later call retries a failure."""
         with self._lock_of(allocation):
             known = self._monitors.get(allocation)
             if self._closed or (known is not None and known.usable):

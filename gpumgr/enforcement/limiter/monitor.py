@@ -53,7 +53,7 @@ class PageMonitor(Monitor):
         """Takes over the files, and adds the container to the arbiter. Raises ArbiterError."""
         super().__init__("gpumgr's pages", "new pages")
         self._files, self._arbiter, self._identities, self._clock = files, arbiter, identities, clock
-        #: Held while the files are closed, or used on the event loop, which can't wait for `_lock`: `check` holds it for milliseconds.
+        #: Held while the files are closed, or used on the event loop, which can't wait for `_lock`: `check` holds `_lock` for milliseconds.
         self._files_lock = threading.Lock()
         self.obstacle = files if isinstance(files, str) else None
         self._numbers: list[int] = []
@@ -62,7 +62,7 @@ class PageMonitor(Monitor):
         #: Host pid -> the process; None: it is gone or hidden.
         self._known: Mapping[int, Identity | None] = {}
         count = len(files.written) if isinstance(files, PageFiles) else 0
-        #: For each GPU the count at the last check, and the recent differences of the driver's figure to it.
+        #: For each GPU the count at the last check, and recent differences between the driver's figure and counts.
         self._counted: list[CountedOnGpu | None] = [None] * count
         self._differences = [deque[int](maxlen=_DIFFERENCES) for _ in range(count)]
         self._overruns: dict[int, tuple[int, int]] = {}
@@ -184,7 +184,7 @@ class PageMonitor(Monitor):
         """The bytes that the driver uses for the container beyond the library's count.
 
         The driver's figure was taken between the last count and this one, so its differences to both are computed. The result falls at once
-        to the larger one. It rises only to the least of the recent smaller ones, since freed memory must not count as used.
+        to the larger difference. It rises only to the minimum of recent smaller differences, since freed memory must not count as used.
         """
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:

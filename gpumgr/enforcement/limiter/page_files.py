@@ -108,7 +108,7 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
+        """Frees the slot (record) of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
         at = pages.slot_offset(slot.index)
         now = pages.decode_slots(self.use.read_at(at, pages.slot_offset(1) - pages.slot_offset(0)), 0)
         if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # the slot was taken anew

@@ -178,8 +178,8 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 
 
 def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn: not without a limit of cores, nor if the arbiter has set `passes`, since the container is
-    alone on the GPU and its ceiling is 100."""
+    """For each GPU, whether launches need a turn. They need none without a limit of cores, or while `passes` is set (by the arbiter, if
+    the container is alone on the GPU and its ceiling is 100)."""
     found = _Limits.from_buffer_copy(page)
     return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
 

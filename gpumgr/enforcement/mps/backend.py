@@ -42,11 +42,7 @@ log = structlog.get_logger(__name__)
 
 class Mps(Backend):
     """`state_dir`: on a disk. `run_dir`: on a tmpfs. `method`: how daemons are started. `cuda_library`: libcuda's name or path, for trials
-    of new clients.
-
-    A container with nvml-memory gets the same memory limit from both mechanisms, since answers to the kubelet must not depend on other
-    mechanisms.
-    """
+    of new clients."""
 
     name: BackendName = "mps"
     running_keep_limits = True

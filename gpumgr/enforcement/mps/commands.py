@@ -96,7 +96,7 @@ def quit_daemon(protocol: MpsProtocol, patience_seconds: int) -> Command:
 def environment(protocol: MpsProtocol, uuid: str, pipe: Path, log: Path) -> Mapping[str, str]:
     """The environment of the daemon and of the programs that connect to it. The daemon sees one GPU, with the index 0.
 
-    CUDA_MPS_PROTOCOL_VERSION overrides the option for the version, so it is always set here.
+    CUDA_MPS_PROTOCOL_VERSION overrides the option `-p`, so it is always set here.
     """
     return {
         "CUDA_VISIBLE_DEVICES": uuid,

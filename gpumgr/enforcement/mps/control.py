@@ -104,7 +104,7 @@ class DaemonClient(msgspec.Struct, frozen=True):
         return answers[-1]
 
     async def run_for_server(self, pid: int, *each: Command) -> str | None:
-        """Like `run`; None if the server has ended since it was listed, as it does for another user's clients. Raises MpsError."""
+        """Like `run`; None if the server has ended since it was listed, perhaps because another user's clients wait. Raises MpsError."""
         try:
             return await self.run(*each)
         except MpsError:

@@ -158,8 +158,8 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced; None if it works. It must if it does not answer a command: on an H200 a server that was stopped
-        by a signal had this effect."""
+        """Why the daemon must be replaced; None if it works. A daemon that answers no command must be: on an H200 a server that was
+        stopped by a signal had this effect."""
         return self.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:

@@ -16,7 +16,7 @@ from gpumgr.ledger.ledger import AllocationId
 
 #: A client that has just started is not listed yet, so a process without MPS is reported after this many further checks.
 _CHECKS: Final = 2
-#: The driver does not list a process that waits for MPS, so the users of this many processes of a container are read.
+#: The driver does not list a process that waits for MPS. So the users of a container's first processes are read, at most this many.
 _USERS_OF: Final = 16
 
 

@@ -2,8 +2,8 @@
 for each container.
 
 The bound is the largest of all shares; a client's own environment can only lower it. A container can change limits through the daemon's
-control socket (in protocol 3 only as root), so they are compared with the daemon's answer right after they were set: as text, since drivers
-print numbers differently.
+control socket (in protocol 3 only as root). So checks compare the daemon's answer with its answer right after the limits were set: as text,
+since drivers print numbers differently.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ class Bounds(msgspec.Struct):
 
 
 async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int | None, str]:
-    """Queries all in one run of the control program, since runs cost time. If it refuses one (the server has ended, or an older driver
-    lacks the query), the queries are run one by one, and the refused one is left out. Raises MpsTransientError."""
+    """Queries all limits in one run of the control program, since runs cost time. If a query is refused (the server has ended, or an older
+    driver lacks it), the queries are run one by one, and refused ones are left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
     found = dict(await _answers(daemon, queried))
     if not found and servers:
