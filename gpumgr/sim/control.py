@@ -17,8 +17,8 @@ reads the file again when it is replaced. A change replaces the file atomically,
                            (UUID `-`: a GPU instance without compute instance; MEMORY_SLICES: slice n is bit n, 0: not reported)
     event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before; GPU_INSTANCE 4294967295: none)
 
-The library writes these facts when a program changes the node through NVML. They end when the driver is unloaded; MIG devices end also at a
-reset of the GPU:
+The library writes these facts when a program (a caller) changes the node through NVML. They end when the driver is unloaded; MIG devices
+end also at a reset of the GPU:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
     migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts
@@ -80,8 +80,7 @@ class SimControl:
         self._set(("lost", str(gpu)), "1")
 
     def restore_gpu(self, gpu: int) -> None:
-        """Resets the GPU: it answers, without volatile errors, recovery action and MIG devices of callers; a pending MIG mode is in
-        force."""
+        """Resets the GPU: ends its loss, volatile errors, recovery action and callers' MIG devices; a pending MIG mode comes into force."""
         with self.changing() as facts:
             made = _made_by_callers(facts)
             _remove(facts, lambda key: key[1:2] == (str(gpu),) and (key[0] in {"lost", "ecc", "recovery"} or key in made))
@@ -102,7 +101,7 @@ class SimControl:
         self._set(("recovery", str(gpu)), str(action))
 
     def set_mig(self, gpu: int, *, enabled: bool) -> None:
-        """Sets the MIG mode over what callers have set; they can change it afterwards."""
+        """Replaces the MIG mode that callers have set; they can change it again."""
         with self.changing() as facts:
             _remove(facts, lambda key: key[0] in {"migmode", "migpending"} and key[1:] == (str(gpu),))
             facts["mig", str(gpu)] = str(int(enabled))
@@ -296,7 +295,7 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
         del facts[key]
 
 
-#: Temperature and power factor of a fully used GPU beside an idle one.
+#: What a fully used GPU has more than an idle one: degrees Celsius, and a factor of the power.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
 

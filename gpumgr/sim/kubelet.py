@@ -39,7 +39,7 @@ class SimKubelet:
 
     `shape`: the simulated version. `register_error`: Register fails with this text. `register_hangs`: Register never answers.
     `notices_ends`: while not set, the end of a plugin's stream has no effect, as on a busy machine. `statuses`: by UID, without deleted
-    pods. `calls`: to plugins for containers.
+    pods. `calls`: recorded calls to plugins.
     """
 
     def __init__(

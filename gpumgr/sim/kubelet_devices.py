@@ -3,7 +3,7 @@ replaces it.
 
 Source: kubelet 1.35 and older, pkg/kubelet/cm/devicemanager/manager.go. Where Go uses map order, a seeded Random decides.
 
-1. First the ids of the pod's ended init containers, without a call; then the plugin's preference; then any available ids.
+1. A container first gets ids of the pod's ended init containers, without a call; then the plugin's preference; then any available ids.
 2. The next admission or PodResources List frees the ids of ended pods (`free_ended`).
 3. `free_ended` rebuilds the allocated ids from what pods hold. Ids of an Allocate call that has not returned are missing then, so they are
 offered twice, as in the real kubelet.

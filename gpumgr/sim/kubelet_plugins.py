@@ -277,7 +277,7 @@ class PodResourcesService:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """In grpclib's form, with methods that this version lacks, since they raise errors with the real texts."""
+        """Includes the methods that this kubelet's version lacks, since they raise its errors."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }

@@ -31,7 +31,7 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     #: Register dials the plugin and gets its options before it answers (since 1.25). Before, it answers at once, dials in the background
     #: and reports no result; the options of the Register request apply.
     connects_in_register: bool = True
-    #: The end of a plugin's stream disconnects the plugin that has the resource's name by then (1.25 to 1.35).
+    #: The end of a plugin's stream disconnects the resource's present plugin, perhaps a newer one (1.25 to 1.35).
     stream_end_hits_successor: bool = True
     #: A resource may have several plugins, by socket; the end of a stream disconnects the plugin of its socket (since 1.36).
     knows_sockets: bool = False

@@ -32,7 +32,7 @@ _MIG_PROFILES: Final = {
     4: (0, 7, 8, (0,)),
     9: (15, 1, 2, (0, 2, 4, 6)),
 }
-#: Memory slices of a MIG device -> how much memory it lacks, in units of 128 MiB (H100 with 80 GB).
+#: Memory slices of a MIG device -> what is reserved of their memory, in units of 128 MiB (H100 with 80 GB).
 _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]

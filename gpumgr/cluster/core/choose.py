@@ -17,8 +17,8 @@ from gpumgr.placement.select import GpuCapacity, Placement, find
 
 
 class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`shares`: the GPUs of each container of the request. `taken`: by the GPU's position. `score`: how well the GPUs of a container are
-    connected; higher is better."""
+    """`shares`: the GPUs of each container of the request. `taken`: a GPU's position -> what the pod takes of it. `score`: how well a
+    container's GPUs are connected, summed; higher is better."""
 
     shares: tuple[Shares, ...]
     taken: Mapping[int, Amounts]
@@ -27,9 +27,9 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     """Why a node can't take the pod: `container` has no room on the offered GPUs that `constraints` allow. `container` None: the node has
-    no known GPU, or was not examined (`less`), because other nodes that do not fit have more free.
+    no known GPU, or (`less`) it was not examined, because other unfit nodes have more free.
 
-    `closest`: the GPU (NVML's index) that lacks least for a share, with what is free there. `distance`: how much the node lacks, comparable
+    `closest`: (NVML's index of the GPU that lacks least for a share, what is free there). `distance`: how much the node lacks, comparable
     between misfits with equal `reason`. `none_allowed`: no GPU satisfies the constraints. `agent_chooses`: some GPUs do, but the scheduler
     can't name them to the agent. `mig`: all allowed GPUs are for MIG devices only.
     """
@@ -50,7 +50,8 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-    """Finds room for the containers, one after another. A Misfit is about the first container without room."""
+    """Finds room for the containers in order. The Misfit of the first without room is about all containers on its GPUs (HAMi's: the
+    largest)."""
     constraints = request.constraints
     allowed = node.allowed(request)
     use, chosen, score = PodUse(), list[Shares](), 0
@@ -101,7 +102,7 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The parts of `capacities` to choose from. All GPUs of a container must be in one part: MIG devices and other GPUs are not mixed."""
+    """The sets of GPUs to choose from. A container's GPUs are in one set: on one NUMA node if required, and all or none with MIG."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
@@ -112,7 +113,7 @@ def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints
 
 
 def _preference(policy: Policy, free: int, placement: Placement) -> tuple[int, ...]:
-    """The lowest is the best. `free`: entirely free GPUs in the placement's part of the node (see `_sets`)."""
+    """The lowest is the best. `free`: entirely free GPUs in the placement's set (see `_sets`)."""
     score = placement.score or 0
     return (-score, free) if policy == "topology" else (-free if policy == "spread" else free, -score)
 
@@ -163,10 +164,10 @@ def _replica_capacities(
     *,
     unused: bool,
 ) -> tuple[list[GpuCapacity], dict[int, Amounts]]:
-    """(capacities, position -> the MIG device that the containers would have there).
+    """For HAMi's resources: (capacities, position -> the MIG device that the containers would have there).
 
-    `entirely_free` and `healthy` mean that each container in `same` has room on the GPU. The free amounts only order the GPUs;
-    `memory_blocks_free` is in MiB.
+    `entirely_free`, `healthy`: each container in `same` has room on the GPU. Free amounts only order the GPUs; `memory_blocks_free` is in
+    MiB.
     """
     result, devices = [], dict[int, Amounts]()
     for position, gpu in enumerate(node.gpus):
@@ -203,7 +204,7 @@ def _device(gpu: GpuState, taken: Amounts, left: Amounts, same: Sequence[Contain
     requests = tuple(each.replica for each in same if each.replica is not None)
     if left.replicas and serves(gpu.mig, replace(left, replicas=0), *requests):
         return replace(left, replicas=1)
-    if taken.cores and not taken.slices:  # by containers that started before its MIG mode was enabled
+    if taken.cores and not taken.slices:  # by containers that started before the GPU was in MIG mode
         return None
     place = _free_place(gpu.mig, taken.slices, *requests)
     return replace(amounts_of(place, gpu.mig), replicas=1) if place is not None else None
@@ -214,7 +215,7 @@ _free_place = lru_cache(maxsize=1 << 14)(find_place)
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
-    """What the evaluators get to choose among GPUs that fit: one GPU by free amounts, or whole GPUs by topology."""
+    """A request for evaluators, if only GPUs that fit are left: one GPU by free amounts, or whole GPUs by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 

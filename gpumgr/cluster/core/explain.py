@@ -1,6 +1,6 @@
-"""The text of a rejection: groups of reasons with their counts, and the closest miss.
+"""The text of a rejection: the number of nodes with each reason, and the node that lacks least.
 
-kube-scheduler gets one text for all nodes, because a text for each node would take it much time. It prints the text after "1 " in
+kube-scheduler gets one text for all nodes, because it takes long to handle one for each. It prints the text after "1 " in
 "0/40 nodes are available: 1 ...", with a full stop.
 """
 

@@ -53,8 +53,8 @@ class _Node:
 
 class ClusterIndex:
     """An assumed placement is decided but not yet known to be bound; it lasts until it is bound or removed. `cpu_per_gpu_milli`: what an
-    average pod requests with one GPU, in thousandths of a CPU (for least-fragmentation). `quotas` is notified
-    of each change of nodes and of pods with GPUs before the method that makes the change returns."""
+    average pod requests with one GPU, in thousandths of a CPU (for the policy least-fragmentation). A method that changes nodes or pods
+    with GPUs notifies `quotas` before it returns."""
 
     def __init__(self, quotas: Quotas | None = None, *, cpu_per_gpu_milli: int = 8000) -> None:
         self.quotas = quotas or Quotas()
@@ -71,7 +71,7 @@ class ClusterIndex:
         self.rejections: dict[Hashable, tuple[Hashable, Rejection]] = {}
         #: Changed nodes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
-        #: Differs after each change of nodes or of pods with GPUs. The CPU of other pods does not count, because it never decides whether a
+        #: Grows with each change of nodes or of pods with GPUs. The CPU of other pods does not count, because it never decides whether a
         #: node fits.
         self.version = 0
         #: Node -> the version of its last change, the oldest first.
@@ -140,7 +140,7 @@ class ClusterIndex:
                 self._drop(node)
 
     def settle(self) -> None:
-        """Updates the profiles (groups of equal nodes), as each query does. It takes long after many changes."""
+        """Updates the profiles (groups of equal nodes), which takes long after many changes. `profiles` calls it."""
         for _ in self.settling():
             pass
 
@@ -157,7 +157,7 @@ class ClusterIndex:
             yield
 
     def compact(self) -> None:
-        """See `Profiles.compact`. Also forgets removed nodes."""
+        """If `Profiles.compact` renumbers the nodes, also forgets removed ones."""
         if self.profiles.compact():
             self._versions = {name: version for name, version in self._versions.items() if name in self._nodes}
 
@@ -176,7 +176,7 @@ class ClusterIndex:
         return found.pods if found is not None else {}
 
     def used(self, name: str) -> Used:
-        """The use of each GPU of the node. It exceeds the GPU if pods' annotations or the agent say so."""
+        """The use of each GPU of the node; more than the GPU has, if annotations of pods or the agent report so much."""
         node = self._nodes[name]
         if node.used is None:
             node.used = used_on(node.state, node.pods.values())
@@ -194,7 +194,7 @@ class ClusterIndex:
         return self._profiles.numbering
 
     def node_set(self, names: Names) -> int:
-        """The set of these nodes. Equal sets are one object."""
+        """The set of these nodes, cached by their names."""
         if isinstance(names, int):
             return names
         # kube-scheduler sends the same names in changing order. Python salts hashes of texts, so no client can craft two sets with the same

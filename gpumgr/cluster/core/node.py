@@ -27,8 +27,8 @@ GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
 class GpuKind(msgspec.Struct, frozen=True):
-    """GPUs that limits do not distinguish. `model`: the driver's name. `label`, `pool`: labels of the node. "" if not known. `any_model`:
-    they count within the limits of every model."""
+    """GPUs that quotas do not distinguish. `model`: the driver's name. `label`, `pool`: labels of the node. "" if not known. `any_model`:
+    they count in a quota for any model."""
 
     model: str = ""
     label: str = ""
@@ -36,15 +36,15 @@ class GpuKind(msgspec.Struct, frozen=True):
     any_model: bool = False
 
 
-#: What limits distinguish: the GPU's kind, memory in MiB, and scaling (see GpuState).
+#: What quotas distinguish: the GPU's kind, memory in MiB, and scaling (see GpuState).
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """`uuid`, `model`: empty on a node without inventory (the agent's annotation with its GPUs). `memory_mebibytes`: offered by the node.
     `numa` -1: not known. `index`: NVML's; None: the position on the node. `replicas`: how many containers with HAMi's resources may share
-    the GPU. `scaling`: the node's factors for such containers; None: each request already contains the scheduler's. `mig`: if not empty,
-    the GPU has no shares, and containers with HAMi's resources get MIG devices of these profiles on demand."""
+    the GPU. `scaling`: the node's factors for such containers; None: the scheduler's settings apply. `mig`: if not empty, the GPU has no
+    shares, and containers with HAMi's resources get MIG devices of these profiles on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -131,7 +131,7 @@ def _counted(label: str, pool: str, model: str, memory_mebibytes: int, scaling: 
 
 
 def node_of_equal_gpus(name: str, cores: int, memory_mebibytes: int) -> NodeState:
-    """A node with these totals. Its GPUs count as equal and equally far from each other, as in gpu-admission."""
+    """A node with these totals. Its GPUs count as equal and equally far from each other, as in tkestack's gpu-admission."""
     count = cores // CORES_PER_GPU
     rows = range(count)
     return NodeState(
@@ -152,7 +152,7 @@ def plus_taken(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
 
 
 def summarize(node: NodeState, used: Used) -> tuple[Totals, Amounts]:
-    """(totals, what is free on all offered GPUs together, which is what kube-scheduler alone would count)."""
+    """(totals, what is free on all offered GPUs together, as kube-scheduler counts it)."""
     totals = Totals()
     for gpu, held in zip(node.gpus, used, strict=True):
         free = _free(gpu, held)

@@ -1,8 +1,8 @@
 """Groups nodes that are equal for a request, so that the request is computed once for each group.
 
 A share depends on one GPU, so it is computed for rooms: equal GPUs with equal use. Other requests are computed for profiles: nodes that
-differ only by name; for whole GPUs, each GPU in use counts as full in the profile. Each node has a number, its slot. A set of nodes is an
-integer: bit n is the node with slot n.
+differ only by name. For requests of whole GPUs, a profile counts each used GPU as full. Each node has a number, its slot. A set of nodes is
+an integer: bit n is the node with slot n.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ from gpumgr.cluster.core.node import CountedGpu, GpuState, Naming, NodeState, Us
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.devices import Topology
 
-#: Replaces every UUID in a profile. Requests strip blanks from the UUIDs that they name, so none of these equals it.
+#: Replaces every UUID in a profile. No request names it, because requests strip blanks from UUIDs.
 _SOME_UUID: Final = " "
 #: The results that a profile keeps, about 600 bytes each; a new one replaces the oldest. Profiles in which every used GPU is full
 #: (`Profile.idle`) are few and keep more.
@@ -136,7 +136,7 @@ _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
 
 @dataclass
 class _Kind:
-    """Nodes that differ only by name and use. `gpus`: their GPUs with only what matters to a share."""
+    """Nodes that differ only by name and use. `gpus`: their GPUs without index and NUMA node, which a share ignores."""
 
     key: _KindKey
     state: NodeState

@@ -34,11 +34,11 @@ class Denial(NamedTuple):
 
 
 class Question:
-    """`namespace`: GPUs that its quota denies do not fit; None: no quota counts. Without `keep`, no result displaces the results that are
-    kept for kube-scheduler's calls. `names` in the methods: the nodes that kube-scheduler offers.
+    """`namespace`: GPUs that its quota denies do not fit; None: no quota counts. `keep` False: stores no result, so those for
+    kube-scheduler's calls stay. `names` in the methods: the nodes that kube-scheduler offers.
 
-    A choice takes up to a millisecond for each profile. `examine` does this slow part in steps, so the other methods then take a few
-    milliseconds.
+    A choice takes up to a millisecond for each profile (group of equal nodes). `examine` does this slow part in steps, so other methods
+    then take a few milliseconds.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Question:
         return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
 
     def order(self, names: Names, most: int | None = None) -> list[str]:
-        """The names of `best`; without `most` of all nodes that fit."""
+        """The names of the nodes of `best`; `most` None: of all nodes that fit."""
         return [name for (_, name, _), _ in self._fitting(names, most)]
 
     def fits(self, names: Names) -> bool:
@@ -190,7 +190,7 @@ class Largest(NamedTuple):
         return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container would fit on some node if it were alone; True for HAMi's resources, which are not examined."""
+        """Whether each container, without the others, fits on some node; True for HAMi's resources, which are not examined."""
         return all(
             each.replica is not None
             or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))

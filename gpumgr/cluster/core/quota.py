@@ -190,8 +190,8 @@ class Quotas:
         return self._pods.get(uid, ("", NO_HOLDING))
 
     def holding(self, pod: PlacedPod, node: NodeState) -> Holding:
-        """What the pod requests on this node, or more if it was resized to more. With unknown GPUs on a node with different ones, it counts
-        on the first ones. If the node has neither GPUs nor a model label, they may be of any model."""
+        """What the pod requests on this node, or what the agent reports, if that is more (after a resize). If the pod's GPUs are unknown
+        on a node with several kinds, the node's first GPUs count. On a node with neither GPUs nor model label, any model is possible."""
         requested, gpus = self._requested(pod, node), node.counted_gpus
         reported = added_holdings(
             {gpus[gpu][0]: Held(each.cores, each.memory_mebibytes)}

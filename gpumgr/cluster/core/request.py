@@ -55,9 +55,8 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
     def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What a GPU must have free: the amounts of `counted`, but at least one core for a replica,
-        because the agent refuses a replica on a GPU without a free core, and the kubelet may admit pods in another order than the scheduler
-        placed them."""
+        """What a GPU must have free: the amounts of `counted`, but for a replica at least one core. The agent refuses a replica on a GPU
+        without a free core, and the kubelet may admit pods in another order than the scheduler."""
         counted = self.counted(gpu_mebibytes, scaling)
         return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
 
@@ -69,7 +68,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SameGpus:
-    """A container, and the containers that the kubelet puts on the same GPUs, because it gives them an init container's replicas."""
+    """A container, and the later ones on the same GPUs, because the kubelet gives them its replicas (ids of HAMi's resource)."""
 
     def __init__(self, containers: Iterable[ContainerRequest]) -> None:
         self.containers = tuple(dict.fromkeys(containers))
@@ -108,8 +107,7 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: the request that its GPUs must fulfil for it and the containers that reuse them, and the cores of all
-        these."""
+        """For each container: (the joint request of it and later containers on the same GPUs, their cores in all)."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property

@@ -114,8 +114,8 @@ class Shape:
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
-        """The nodes that fit, the best first. With `most`, profiles are tried in the order of node names until `enough` fit (None: a number
-        from `_MOST_CHOICES`, at least `most`)."""
+        """The nodes that fit, the best first. With `most`, profiles are tried by node names until `enough` fit (None: `most`, or a number
+        from `_MOST_CHOICES` if that is more)."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and Question ranks them
             apart = self._apart
@@ -405,9 +405,9 @@ class Shape:
 
 
 def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """The cores that a pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, times `cpu_per_core` to get
-    an integer. In thousandths of a CPU: `cpu_free` (None: not known), `cpu_milli` (the pod's request), `cpu_per_core` (what an average pod
-    requests for one core of a GPU)."""
+    """The cores that a pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, less `taken.tight`; times
+    `cpu_per_core`, so it is an integer. In thousandths of a CPU: `cpu_free` (None: not known), `cpu_milli` (the pod's request),
+    `cpu_per_core` (what an average pod requests for one core of a GPU)."""
     free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
     free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
     if cpu_free is not None:

@@ -64,10 +64,9 @@ def find_eviction(
 ) -> Eviction | None:
     """The best victims among `pods` of this node: an empty set if the preemptor fits without an eviction, None if no set helps.
 
-    `unbound` pods are not bound yet, so they can't be evicted. What those with a lower priority hold counts as free, because an earlier
-    preemption freed it for them. `ending` pods end anyway. `proposed`: kube-scheduler's victims, also without GPUs. The result contains
-    them all. Exception: if the node has too few cores in total, which explains the proposal, and all of them are evictable here, a better
-    set need not contain them.
+    `unbound` pods are not bound yet, so they can't be evicted. If their priority is lower, what they hold counts as free: the preemptor may
+    take what an earlier preemption freed for them. `ending` pods end anyway. `proposed`: kube-scheduler's victims, also without GPUs. The
+    result contains them all. Exception: they are evictable, and the node has too few cores in total, which explains the proposal.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)
@@ -107,7 +106,7 @@ def find_eviction(
 
 
 def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> Collection[Evictable] | None:
-    """() if the preemptor fits without evictions, None if it does not fit even without all `pods`."""
+    """The best victims found: () if the preemptor fits without evictions, None if it does not fit even without all `pods`."""
     if fits(frozenset()):
         return ()
     pool = next(
@@ -141,7 +140,7 @@ def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) ->
 
 
 def _reduced(pods: frozenset[Evictable], fits: Callable[[frozenset[str]], bool]) -> frozenset[Evictable]:
-    """Without the pods that can stay, the smallest first, which keeps the number of pods low."""
+    """Drops pods that can stay, first the pods with the fewest cores, which keeps the number of victims low."""
     for each in sorted(pods, key=lambda pod: (pod.cores, -pod.priority, pod.uid)):
         if fits(_uids(pods - {each})):
             pods -= {each}

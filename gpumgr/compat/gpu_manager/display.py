@@ -46,8 +46,8 @@ def version_message(version: str) -> Message:
 def usage_message(report: NodeReport, pods: Pods) -> Message:
     """UsageResponse: the use of GPUs by pod and container, {} while the driver does not answer.
 
-    A pod's key is its UID in the API server (for a static pod the mirror pod's), else "namespace/name"; a pod with neither is left out. A
-    container's key is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they have a process.
+    A pod's key is its UID in the API server (a static pod's: its mirror pod's), else the ledger's, else "namespace/name". A container's key
+    is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they have a process.
     """
     if report.use is None or not report.nvml_up:
         return {}  # the last numbers are outdated

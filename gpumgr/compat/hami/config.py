@@ -154,7 +154,8 @@ def _mig_profiles(config: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _merged(objects: Sequence[Object], node: str) -> Mapping[str, Any]:
-    """The block `nvidia`, overridden by this node's entry in config.json. Keys are lower-case, because HAMi ignores their case."""
+    """The block `nvidia` of device-config.yaml, overridden by this node's entry in config.json. Keys are lower-case, because HAMi ignores
+    their case."""
     nvidia = (file.nvidia for file in _files(objects, _DEVICE_CONFIG) if file.nvidia is not None)
     entries = (each for file in _files(objects, _NODE_CONFIG) for each in file.nodeconfig or () if each.get("name") == node)
     blocks = next(nvidia, {}), next(entries, {})

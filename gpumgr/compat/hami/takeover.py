@@ -128,7 +128,7 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """(containers that the agent adopts, reasons why it can't adopt others). Each has the amounts that HAMi's scheduler chose, by UUID."""
+    """(containers that the agent adopts, reasons why it can't adopt others). `gpus`: UUID -> what HAMi's scheduler chose."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):

@@ -104,7 +104,7 @@ def reserved_page_port() -> Iterator[int]:
     """The first of _PAGE_PORTS that is free and not reserved by another demo; 0 if none is.
 
     With a fixed port a browser finds the page again after a restart of the agent. The reservation is an abstract unix socket. Ephemeral
-    ports are higher, so only another demo could take the port before the agent listens.
+    ports are higher, so no client connection takes the port before the agent listens.
     """
     with socket.socket(socket.AF_UNIX) as reservation:
         yield next((port for port in _PAGE_PORTS if _reserve(reservation, port)), 0)

@@ -33,7 +33,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Script:
-    """The steps in order; later steps depend on earlier ones."""
+    """The steps, in order."""
 
     def __init__(self, node: SimulatedNode, now: Callable[[], float]) -> None:
         self._node, self._now = node, now

@@ -198,7 +198,7 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the operator fills the folder: gpu-manager made a folder at the default path, and a link belongs to a mirror."""
+    """Whether the operator fills the folder: it is no link, as a mirror makes, and not at the default path, where gpu-manager's is."""
     return whole_dir != _DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 

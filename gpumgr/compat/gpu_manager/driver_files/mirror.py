@@ -36,8 +36,8 @@ _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Creates the plan's version unless it exists; returns whether it did. If it raises DriverFilesError, nothing has changed. A damaged
-    version is renamed, because containers have it mounted."""
+    """Creates the plan's version unless it exists; returns whether it did. Raises DriverFilesError. A damaged version is renamed, because
+    containers have it mounted."""
     versions = base / VERSIONS
     place = versions / plan.version
     fresh = versions / f"{_PARTIAL}making-{plan.version}"
@@ -61,7 +61,7 @@ def build(plan: VolumePlan, base: Path) -> bool:
 
 
 def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
-    """Points `link` to the plan's version beside it; returns whether the link changed. Raises DriverFilesError.
+    """Points `link` to the plan's version; returns whether the link changed. Raises DriverFilesError.
 
     Anything else at that path, such as gpu-manager's folder, is renamed, because containers may have it mounted.
     """

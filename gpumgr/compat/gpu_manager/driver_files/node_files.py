@@ -33,7 +33,7 @@ class NodeDriverFiles:
         self._logged: DriverAccess | None = None
         self._mirror: DriverMirror | None = None
         self._made: DriverFiles | None = None
-        #: Why the mirror, or its part for vcuda, can't be made.
+        #: Why the mirror, or its part for gpu-manager's library (vcuda), can't be made.
         self._error: str | None = None
         self._vcuda_error: str | None = None
         self._missing: str | None = None
@@ -54,7 +54,7 @@ class NodeDriverFiles:
         return self._setting == "auto" and self._runtimes is None
 
     async def update(self, driver_version: str | None) -> None:
-        """Queries the container runtime (without an answer its last one counts), and makes this driver's mirror if one is needed."""
+        """Queries the container runtime (while it is silent, its last answer counts), and makes this driver's mirror if one is needed."""
         await self._ask_runtime()
         self._look_at_device_nodes()
         if driver_version is not None and self._wanted() and not self._is_mirrored(driver_version):

@@ -167,7 +167,8 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`files` and `links`: by path in the volume; a link leads to a name in its own folder. `version` depends only on the content."""
+    """`files` and `links`: by path in the volume; a link leads to a name in its own folder. `version`: a digest of both, with the driver's
+    files by path, inode, size and time."""
 
     volume: str
     version: str

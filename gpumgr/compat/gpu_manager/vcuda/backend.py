@@ -45,8 +45,8 @@ class ImageCheck:
     """Finds images with a newer CUDA than the library supports. NVIDIA's images declare it in their environment: CUDA_VERSION (`12.4.1`)
     and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
 
-    `environment_of`: process -> its environment. A container controls its size and content, and can make the call hang, so it runs on a
-    thread of its own.
+    `environment_of`: process -> its environment. The container controls its size and content, and can block the call, which thus has its
+    own thread.
     """
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:

@@ -1,8 +1,8 @@
 """The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it before a process uses CUDA for the first time.
 
-Containers are not trusted, so the message is not read. The socket identifies the allocation, the kernel the calling process, and its cgroup
-the container, which is compared with the kubelet's names of pod and container. If a name is missing (without an API server the agent does
-not know the names of init containers), the process must have the allocation's folder mounted.
+Containers are not trusted, so the message's content is ignored. The socket identifies the allocation, the kernel the calling process, the
+process's cgroup the container. The container must have the allocation's pod and name, as the kubelet lists them. If a name is missing
+(without an API server the agent does not know the names of init containers), the process must have the allocation's folder mounted.
 """
 
 import asyncio

@@ -154,7 +154,7 @@ class ContainerSlot:
             self._write_pids({pid for each in running.containers for pid in self._pids_of(each)})
 
     def register(self, containers: Mapping[str, Container], clients: Collection[int]) -> None:
-        """Adds `clients` and their parents, the programs that will use the GPU. `containers`: the clients', by id. Raises OSError."""
+        """Adds `clients` (processes of gpu-client) and their parents, which will use the GPU. `containers`: by id. Raises OSError."""
         with self._lock:
             parents = {parent for pid in clients if (parent := parent_pid(pid)) is not None}
             self._registered |= parents.union(clients)
