@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
-#: structlog imports them if they are installed, for coloured tracebacks and threads that gpumgr lacks.
+#: structlog imports them if they are installed, for coloured tracebacks and for greenlets, which gpumgr does not use.
 _UNUSED: Final = ("rich", "greenlet")
 #: What libraries import for parts that gpumgr does not use (command lines, cookies on disk, WebSockets, dates), which need 5 MiB. A test
 #: checks that no message needs betterproto's types of google.protobuf.

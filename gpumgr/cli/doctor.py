@@ -35,7 +35,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     in_dra = settings.node.mode == "dra"
     uses_cdi = settings.enforcement.injection == "cdi" or in_dra
     written = dict(folders.written(settings))
-    # The kubelet, the runtime, other containers or the restarted agent read them, so they must be mounted from the host.
+    # The kubelet, the runtime, other containers or the next agent read these folders, so they must be mounted from the host.
     host_folders = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
     if in_dra:
         host_folders |= {

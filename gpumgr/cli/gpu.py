@@ -212,8 +212,8 @@ async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_se
 
 
 async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Reports changes on stderr. Reads the state until the GPU seems empty, and only then drains again, because that would cordon a GPU
-    that was uncordoned in the meantime."""
+    """Reports changes on stderr. Drains again only when the GPU seems empty or the time is over, because a drain would cordon a GPU that
+    was uncordoned in the meantime."""
     gpu, reported, available, first_at = decoded(document, MaintenanceResult).gpu, "", True, None
     while not decoded(document, MaintenanceResult).empty and (remaining := deadline - time.monotonic()) > 0:
         await asyncio.sleep(min(POLL_SECONDS, remaining))

@@ -33,7 +33,7 @@ _COLORS: Final[dict[What, str]] = {"granted": "green", "refused": "red", "event"
 #: How many entries are shown without -n and --since.
 _SHOWN: Final = 20
 _POLL_SECONDS: Final = 0.5
-#: How many entries are read repeatedly: more than an agent records between two requests.
+#: How many entries each poll reads: more than an agent records between two polls.
 _NEWEST: Final = 200
 _UNIT_SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([dhms])")
@@ -108,7 +108,6 @@ def command(
     limit = newest or (_SHOWN if since is None else HISTORY_ENTRIES)
 
     def lines(documents: list[Document], state: Document, after: int = 0) -> list[str]:
-        """Entries with higher numbers than `after`."""
         gpus = gpus_of(decoded(state, NodeState).gpus)
         return [
             json_line(document) if output == "json" else history_line(entry, gpus)

@@ -159,7 +159,7 @@ def _requests(spec: PodSpec) -> dict[str, int]:
 
 
 def _amounts(quantities: Mapping[str, object]) -> dict[str, int]:
-    """CPU in thousandths, all other resources in whole units, rounded up."""
+    """In the units of `_requests`."""
     found = {}
     for name, text in quantities.items():
         try:

@@ -302,7 +302,7 @@ def _read(files: tuple[Path, ...]) -> tuple[Object, ...]:
 
 
 def _finish(plan: Plan, source: str, to: Path, *, apply: bool, as_json: bool) -> None:
-    """With `apply` it then writes the settings file. Names from files are made printable; the YAML encoder escapes the settings."""
+    """Prints the plan; with `apply` writes the settings. Names from files are made printable; the YAML encoder escapes the settings."""
     plan, done = plan.written(printable), None
     if not as_json:
         click.echo(text_of(plan, str(to)))

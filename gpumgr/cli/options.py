@@ -90,7 +90,7 @@ def agent_options(command: F) -> F:
 
 
 def settings_options(command: F) -> F:
-    """Adds --config and --set, which give the command its `settings`. A --standalone of the command is applied."""
+    """Adds --config and --set, which give the command its `settings`. If the command has --standalone, it is applied."""
 
     @wraps(command)
     def configured(
@@ -134,7 +134,7 @@ def default_kubeconfig() -> Path | None:
 
 
 def needed_kubeconfig(given: Path | None) -> Path:
-    """Raises InputError if there is neither."""
+    """Raises InputError if no file is given and there is no default."""
     if (file := given or default_kubeconfig()) is None:
         raise InputError("there is no kubeconfig: give --kubeconfig FILE")
     return file

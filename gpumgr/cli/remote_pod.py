@@ -74,7 +74,7 @@ async def remote_pod(pod: PodKey, kubeconfig: Path | None) -> AsyncIterator[Remo
 
 
 def annotation(pod: Mapping[str, Any], key: str, kind: type[T], default: str) -> T:
-    """`default` is the text if the pod lacks it. Raises GpumgrError if it can't be read."""
+    """`default` is the text if the pod lacks the annotation. Raises GpumgrError for unreadable text."""
     try:
         return decode_json((pod["metadata"].get("annotations") or {}).get(key, default), kind)
     except UnreadableText as error:

@@ -80,7 +80,7 @@ def _chosen(pod: Mapping[str, Any], container: str | None) -> str:
 
 
 def _request(pod: Mapping[str, Any], container: str, given: Mapping[str, int], requested_at: str) -> str:
-    """The annotation's text. A value that is not given is the one of an undecided request, or else of the agent's last answer."""
+    """The annotation's text. A value that is not given is taken from an undecided request, or else from the agent's last answer."""
     decided, asked = _entry(pod, RESIZED_ANNOTATION, container), _entry(pod, RESIZE_ANNOTATION, container)
     undecided = asked if asked.get("requestedAt") != decided.get("requestedAt") else {}
     now = {key: value for key, value in {**decided, **undecided}.items() if key in ("cores", "memoryMiB")}

@@ -226,7 +226,7 @@ _REPLAYED: Final = (
 
 
 def _as_json(found: Iterable[_Result]) -> str:
-    """The keys of a field per percentage of arrived demand are percentages, as text."""
+    """Fields with a value for each percentage of arrived demand have the percentage, as text, as key."""
     return msgspec.json.format(msgspec.json.encode({"results": [*found]}), indent=2).decode() + "\n"
 
 

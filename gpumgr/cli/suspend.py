@@ -62,7 +62,7 @@ def resume(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
 
 
 def _demand(pod: PodKey, kubeconfig: Path | None, wait_seconds: float, value: str, wanted: str) -> None:
-    """Prints the containers' states. Raises GpumgrError unless all are `wanted` in this time (0: no wait, and no such error)."""
+    """Prints the containers' states. Raises GpumgrError unless all are `wanted` within `wait_seconds` (0: no wait, no such error)."""
     states = asyncio.run(_annotate(pod, kubeconfig, value, wait_seconds, wanted))
     for container, (state, reason) in states.items():
         click.echo(f"{printable(container)}: {printable(state)}{f': {printable(reason)}' if reason else ''}")

@@ -42,7 +42,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs are in the order of the topology's rows. The text of nvidia-smi has no `gpus`, a driver no `nics`."""
+    """GPUs are in the order of the topology's rows. `gpus` is empty for a text of nvidia-smi, `nics` for a driver."""
 
     topology: Topology
     labels: tuple[str, ...]

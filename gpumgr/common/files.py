@@ -42,8 +42,8 @@ def replacing(path: Path, *, mode: int = 0o644, durable: bool = True) -> Iterato
     """Yields a descriptor (read and write) of a new file with exactly `mode`, which replaces `path` atomically at the end. If the body
     raises, `path` stays as it was.
 
-    With `durable`, content and name survive a power loss; without it, only a crash of the process, which is enough on a tmpfs. Only one
-    writer may replace a path at a time. Raises OSError.
+    With `durable`, content and name survive a power loss; without it, they survive only a crash of the process (enough on a tmpfs).
+    Only one writer may replace a path at a time. Raises OSError.
     """
     new = temporary_of(path)
     with suppress(FileNotFoundError):  # a killed process may have left it, and O_EXCL refuses an existing file

@@ -107,7 +107,7 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
     """Decodes an object that the API server stored, even if the decoder refuses a part of it: no user can hide an object by a fault in a
     part that gpumgr does not need.
 
-    Then values below MAX_DEPTH, NaN and Infinity become null, and halves of surrogate pairs "?". Raises UnreadableText.
+    Then values deeper than MAX_DEPTH, NaN and Infinity become null, and halves of surrogate pairs "?". Raises UnreadableText.
     """
     try:
         return decode_json(text, kind)
@@ -143,7 +143,7 @@ async def decode_answer(text: bytes, kind: type[T]) -> T:
 
 
 def _flattened(text: bytes) -> bytes:
-    """Replaces each list and object below MAX_DEPTH by null. Works on tokens, because every recursive decoder has a limit."""
+    """Replaces each list and object deeper than MAX_DEPTH by null. Works on tokens, because every recursive decoder has a limit."""
     kept, depth, start = [], 0, 0
     for token in _JSON_TOKEN.finditer(text):
         place = token.start()

@@ -78,7 +78,7 @@ def _stat(pid: int, root: Path) -> list[bytes]:
 def mount_tables(root: Path) -> Iterator[str]:
     """Yields mountinfo once per mount namespace with a process (without CAP_SYS_PTRACE: per process). Blocks.
 
-    Raises OSError if a process is hidden from the agent; its `filename` is the unreadable file.
+    Raises OSError if a process is hidden from the agent; the error's `filename` is the unreadable file.
     """
     pids = [entry for entry in os.listdir(root) if entry.isdecimal()]
     if "1" not in pids:  # with the mount option hidepid=, /proc lists only processes that the agent may trace

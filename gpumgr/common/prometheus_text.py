@@ -49,7 +49,7 @@ def render(family: Family, series: Mapping[str, float]) -> RenderedFamily:
     """`series`: text of the labels (see `label_text`; "" = none) -> value."""
     name = family.name
     lines = [f"{name}{{{labels}}} {+value}\n" if labels else f"{name} {+value}\n" for labels, value in series.items()]
-    # A pod's name may contain half a surrogate pair. It must not make the page fail.
+    # Half a surrogate pair in a label must not make the page fail.
     return RenderedFamily(family, "".join(lines).encode("utf-8", "replace"))
 
 

@@ -32,7 +32,7 @@ REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 #: gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
 DRA_DRIVER: Final = "gpu.gpumgr.io"
 
-#: The agent's name for all resources of MIG devices. The kubelet has one resource per profile, with the profile appended.
+#: The agent's name for all resources of MIG devices. With mig_strategy mixed, the kubelet's resources are this name, "-" and a profile.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
@@ -95,7 +95,7 @@ def inner_name(resource: str, names: Mapping[str, str]) -> str:
 
 
 def other_resource(resource: Resource) -> Resource:
-    """Memory for core, core for memory. Replicas and MIG devices have only one call of Allocate, so they return `resource` itself."""
+    """Memory for core, core for memory. Replicas and MIG devices need only one call of Allocate: `resource` itself."""
     return _OTHER[resource]
 
 

@@ -41,8 +41,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """Raises SettingsError if the kubeconfig can't be used. What is not written when the context ends, except events, is published by
-        the next agent."""
+        """Raises SettingsError if the kubeconfig can't be used. The next agent publishes what is unwritten when the context ends, except
+        events."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None)
             return

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from gpumgr.kubelet.dra_side import DraSide
     from gpumgr.node.api_side import ApiSide
 
-#: A checkpoint with this note has gpu-manager's allocations in its ledger.
+#: The checkpoint's note (a stored text) that the take-over from gpu-manager is done.
 TAKEN_OVER = "gpu_manager_taken_over"
 
 
@@ -212,8 +212,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Ends other containers' bursts before a container starts. The driver is sampled each second until then, because
-        nvml.sample_period_seconds may be an hour."""
+        """Ends other containers' bursts (memory beyond the request) before a container starts. Until then the driver is sampled each
+        second, because nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 

@@ -1,7 +1,4 @@
-"""Starts the agent in order, runs it, and stops it ("Start and stop" in docs/design.md).
-
-Bugs end the process with a reason; transient errors are retried.
-"""
+"""Starts the agent in order, runs it, and stops it ("Start and stop" in docs/design.md)."""
 
 import asyncio
 import contextlib

@@ -75,8 +75,8 @@ def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
 class NodeEnforcement:
     """The enforcement of this node. `publisher` is None without an API server. The caller closes the driver's session `nvml`.
 
-    Order of calls: `preload`, if there is time; `open`; `choose` for each snapshot of the GPUs, before they are offered; `recover` after
-    reconciliation with the kubelet; `run` as a daemon; `close`.
+    Order of calls: `preload`, in a second agent that waits; `open`; `choose` for each snapshot of the GPUs, before they are offered;
+    `recover` after reconciliation with the kubelet; `run` as a daemon; `close`.
 
     `gpumgr doctor` passes `trial`, a folder and a driver session, and calls only `backends` and `close`. The backends then write only into
     this folder and start no daemon.
@@ -175,7 +175,7 @@ class NodeEnforcement:
         )
 
     def backends(self) -> Mapping[str, Backend]:
-        """The backends by name. A HAMi-core library that was installed since is used without a restart."""
+        """The backends by name. A HAMi-core library that is installed later is used without a restart."""
         self._hami_core.supply(*hami_core_library(self._settings))
         return self.limits.backends
 

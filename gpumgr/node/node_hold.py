@@ -7,7 +7,7 @@ their release.
 In mode dra the second agent also registers the DRA driver, with its own sockets, unless pods of mode plugin hold GPUs. The kubelet calls
 the DRA driver that registered last; these calls wait until the second agent has its ledger.
 
-The first agent still writes to the checkpoint. The second one reads it only to check that its version can, and for pods of mode plugin.
+The first agent still writes to the checkpoint. The second one reads it only to test whether it can, and to find pods of mode plugin.
 """
 
 import asyncio
@@ -154,8 +154,8 @@ class SecondAgent:
             group.create_task(self._reach_driver())
             group.create_task(self._list_pods())
             group.create_task(self._enforcement.preload())
-        gc.collect()
-        gc.freeze()  # takes tens of milliseconds, which would delay the take-over later
+        gc.collect()  # takes tens of milliseconds, which would delay the take-over later
+        gc.freeze()
         self._loaded.set()
 
     async def _reach_driver(self) -> None:

@@ -53,7 +53,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: a string is converted to the key's type."""
+    """The value of a key in one layer. `text`: whether a string is converted to the key's type."""
 
     key: str
     value: object
@@ -123,7 +123,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _convert(given: _Given, problems: list[Problem]) -> object:
-    """The value in the type of its key; None for null, and with a new problem if it can't be converted."""
+    """The value in the type of its key; None for null. A value that can't be converted adds a problem and gives None."""
     section, _, key = given.key.partition(".")
     kind = sections()[section][key]
     value = given.value

@@ -27,7 +27,7 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: MiB of each GPU for a container that requests no memory (0: all), and percent of its cores without a request (0: no limit).
+    #: Without a request of the container: MiB of each GPU (0: all), and percent of each GPU's cores (0: no limit).
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.

@@ -13,7 +13,7 @@ from gpumgr.settings.schema import Settings
 
 
 def offered(settings: Settings) -> Sequence[Resource]:
-    """The resources that are registered with the kubelet in mode plugin."""
+    """The resources that are registered with the kubelet in mode plugin, besides MIG devices."""
     return {"tencent": RESOURCES, "hami": ("replica",), "both": (*RESOURCES, "replica")}[settings.node.profile]
 
 

@@ -174,10 +174,10 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     backend: Literal["auto", BackendName] = "auto"
     #: The most specific entry counts.
     overrides: tuple[Override, ...] = ()
-    #: In the Allocate response, or by the name of a CDI device.
+    #: Containers get devices and files in the Allocate response, or by the name of a CDI device.
     injection: Literal["mounts", "cdi"] = "mounts"
     cdi_dir: Path = Path("/var/run/cdi")
-    #: Sockets, shared memory and region files of running containers; on a tmpfs.
+    #: Sockets, shared memory and HAMi-core's files of running containers; on a tmpfs.
     run_dir: Path = Path("/run/gpumgr")
     #: How long files of an ended container are kept.
     orphan_grace_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
@@ -190,7 +190,7 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_burst: Annotated[bool, LIVE] = False
     #: 0: never. The annotation gpumgr.io/suspend-when-idle overrides it.
     suspend_when_idle_seconds: Annotated[float, Meta(ge=0, le=604800), LIVE] = 0.0
-    #: What a pod's containers may get together by `gpumgr resize`.
+    #: Cores above their requests that a pod's containers may get together by `gpumgr resize`.
     max_growth_cores: Annotated[int, Meta(ge=0, le=1600), LIVE] = 0
     #: The same for memory, with bursts. 0: bursts have no maximum.
     max_growth_memory_mebibytes: Annotated[int, Meta(ge=0, le=16777216), LIVE] = 0
@@ -247,7 +247,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls_key_file: Path | None = None
     #: CA of clients that may read all pages (mTLS).
     client_ca_file: Path | None = None
-    #: Also for the commands of root (`gpumgr usage`, `why`, `history`, `gpu`).
+    #: Unix socket with the same pages, for commands of root (`gpumgr usage`, `why`, `history`, `gpu`).
     socket: Path = Path("/run/gpumgr/agent.sock")
 
 

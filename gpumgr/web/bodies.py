@@ -37,7 +37,7 @@ class Bodies:
 
     def __init__(self, most_bytes: int, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_bytes, self._total_bytes, self._clock = most_bytes, total_bytes, clock
-        #: The unfinished bodies, the oldest first.
+        #: The unfinished bodies.
         self._arriving = dict[_Body, None]()
         self._total = 0
         self._cut, self._pace = 0, LogPace(clock)

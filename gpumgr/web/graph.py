@@ -22,8 +22,7 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """`tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree has the row of its GPU (its position in the driver's list) in
-    its own key `gpus`."""
+    """`tree`, `gpus`, and the versions of driver and CUDA. A leaf's own key `gpus` has its GPU's row, the position in the driver's list."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,

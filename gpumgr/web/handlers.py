@@ -71,7 +71,7 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """An answer shows that the event loop runs, and the process ends if a daemon ends."""
+        """Always ok: an answer shows that the event loop runs, and the end of a daemon ends the process."""
         return probe_response(request, ())
 
     async def readyz(self, request: web.Request) -> web.Response:
@@ -116,8 +116,8 @@ class Pages:
         return json_bytes(await self._sources.state())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """The state as server-sent events, one per sample period. A slow client misses states and gets the newest. Returns when a write
-        detects that the client has disconnected, or after `end_streams`."""
+        """The state as server-sent events, one per sample period. A slow client misses states and gets the newest. Ends when a write
+        detects that the client has disconnected, when its access is denied, or after `end_streams`."""
         if self._sources.states.readers >= MAX_STREAMS:
             return failure(503, f"{MAX_STREAMS} streams are open, which is the limit", headers={"Retry-After": "10"})
         with self._sources.states.subscribe() as states:
@@ -125,7 +125,7 @@ class Pages:
             response = web.StreamResponse(headers=_HEADERS)
             if request.transport is None:
                 raise ConnectionResetError("the client went while the state was built")
-            request.transport.set_write_buffer_limits(high=1)  # so a write ends when the client has read it
+            request.transport.set_write_buffer_limits(high=1)  # so a write waits for the socket
             with suppress(ConnectionError):
                 await response.prepare(request)
                 while (event := await self._next_event(states)) is not None and await request[DENIED_NOW]() is None:

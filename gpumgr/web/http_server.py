@@ -42,7 +42,7 @@ _AIOHTTP_LOG.disabled = True
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Further TCP `connections` are closed at once; unix connections count, but are never refused.
+    """TCP connections beyond `connections` are closed at once; unix connections count, but are never refused.
 
     A connection ends if its handshake or first headers take more than `request_seconds`, if it is idle for `idle_seconds`, or if the client
     leaves a response unread for `unread_seconds`.

@@ -68,7 +68,7 @@ BODY_SECONDS: Final = 10.0
 TRUSTED: Final = web.RequestKey("trusted", bool)
 #: Key of a request: a coroutine function that checks the request again with the present credentials. Returns the denial or None.
 DENIED_NOW: Final = web.RequestKey("denied_now", partial)
-#: Clients send it for `Authorization`, which the API server removes from requests that it forwards.
+#: Clients send it in place of `Authorization`, which the API server removes from requests that it forwards.
 PROXIED_AUTHORIZATION: Final = "X-Gpumgr-Authorization"
 
 #: (family of the socket, the peer's address) -> origin.

@@ -3,7 +3,7 @@
 An unknown value is null. Samples from before the driver became unavailable are null, too.
 
 Pods of one name may follow each other. `uid` is the newest pod's UID, and each allocation and entry has the UID of its own pod. A static
-pod has its mirror pod's UID; the kubelet's own UID means the same pod.
+pod has its mirror pod's UID here; the UID that the kubelet uses means the same pod.
 """
 
 import sys
@@ -39,7 +39,7 @@ from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.tree import Group, build_tree, indices
 
-#: Newest entries in the document; /api/history has all.
+#: How many of the newest entries the document has; /api/history has all.
 HISTORY_SHOWN: Final = 50
 
 _NO_USE: Final = NodeUse()
@@ -76,7 +76,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
 
 
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
-    """A row for each allocation on each of its GPUs, oldest first. All must be in the report's ledger."""
+    """A row for each allocation on each of its GPUs, oldest first. All allocations must be in the report's ledger."""
     uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
     memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [
@@ -190,8 +190,8 @@ def pod_details(
 ) -> PodDetails | None:
     """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod, `history` is oldest first.
 
-    The document has the entries of all pods of this name. It also has their GPUs' entries between the first and the last of these, or up to
-    now while there is an allocation.
+    The document has the entries of all pods of this name. It also has the entries about their GPUs from the first to the last of the pods'
+    entries, or up to now while there is an allocation.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -241,7 +241,7 @@ def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> 
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The pod of each allocation as named last. Some are granted with a wrong name, or before the name is known."""
+    """The last known pod of each allocation. Some are granted with a wrong name, or before the name is known."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 

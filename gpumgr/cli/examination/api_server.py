@@ -166,7 +166,7 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
     """`blocks`: UUID -> blocks of 256 MiB of the GPUs that the driver lists (None: it reports no memory). Published GPUs with taints may be
-    missing there."""
+    missing in `blocks`."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]

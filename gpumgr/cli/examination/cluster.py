@@ -26,7 +26,7 @@ from gpumgr.kube.client import ApiServer, Right, allowed, items_of
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.settings.hami_resources import ReplicaResources
 
-#: Nodes with node.profile hami offer only these resources; the names are the defaults.
+#: HAMi's default resource names. Nodes with node.profile hami offer only these.
 _HAMI: Final = ReplicaResources()
 #: Lists of a large cluster take seconds.
 LIMIT_SECONDS: Final = 60.0
@@ -62,7 +62,7 @@ class Cluster:
         return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
 
     async def deployed(self, container: str) -> Deployed | None:
-        """gpumgr's Deployment with a first container of this name."""
+        """gpumgr's Deployment with this name of the first container."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:

@@ -140,7 +140,7 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
 
 
 def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:
-    """`minors`: the GPUs' minor numbers, None for a GPU without one. Without `minors` NVML does not answer, and one GPU's node must
+    """`minors`: the GPUs' minor numbers, None for a GPU without one. If NVML does not answer, `minors` is None, and one GPU's node must
     exist."""
     if minors and None in minors:
         node = root / WSL_NODE

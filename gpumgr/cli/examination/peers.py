@@ -28,8 +28,8 @@ KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and re
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List, Get disturbs no admission of a running agent. Without a pod's name every kubelet returns an error; before 1.27, that the
-#: method does not exist.
+#: Unlike List, Get disturbs no admission of a running agent. Without a pod's name every kubelet returns an error: before 1.27
+#: UNIMPLEMENTED.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 

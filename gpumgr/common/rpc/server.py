@@ -54,12 +54,12 @@ class DrainingServer(OpenServer):
 
     @property
     def open_streams(self) -> int:
-        # An ended call leaves the set in the next step of the loop. If it counted, a loop that waits for no open stream could never yield.
+        # An ended call stays in the set until the event loop's next step. If it counted, `wait_streams` in a `while` would never yield.
         return sum(not call.done() for call in self._stream_calls)
 
     @property
     def idle(self) -> bool:
-        """Whether no unary call runs, or has ended within the last _PAIR_SECONDS."""
+        """Whether no unary call runs, and none has ended within the last _PAIR_SECONDS."""
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:

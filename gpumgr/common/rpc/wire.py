@@ -156,7 +156,7 @@ def texts(data: bytes, start: int, end: int) -> list[str]:
 
 
 def text(data: bytes, start: int, end: int) -> str:
-    """Raises WireError if the string is not UTF-8, as proto3 demands."""
+    """Raises WireError if the string is not UTF-8, which proto3 demands."""
     try:
         return data[start:end].decode()
     except UnicodeDecodeError as error:

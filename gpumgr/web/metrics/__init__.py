@@ -51,7 +51,7 @@ VCUDA: Final[Mapping[Resource, str]] = {"core": CORE_RESOURCE, "memory": MEMORY_
 _CALLS: Final = {"Allocate": "allocate", "GetPreferredAllocation": "prefer", "PreStartContainer": "prestart"}
 #: RPC of the DRA plugin API -> name in its metrics.
 _CLAIM_CALLS: Final = {"NodePrepareResources": "prepare", "NodeUnprepareResources": "unprepare"}
-#: Families that are rendered from a report, which may lack some.
+#: Families that are rendered from a report.
 _REPORT_FAMILIES: Final = (*node_metrics.FAMILIES, *containers.FAMILIES)
 _DEFAULT_NAMES: Final = MetricsSettings()
 Clocks = tuple[Callable[[], float], Callable[[], float]]
@@ -201,7 +201,7 @@ class Metrics:
         self._over_limit.inc()
 
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
-        """A container's memory was moved to the host (suspend) or back (resume)."""
+        """`operation`: suspend or resume."""
         self._suspensions.labels(operation).observe(seconds)
         self._moved_bytes.labels(operation).inc(memory_bytes)
 
