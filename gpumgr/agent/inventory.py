@@ -42,7 +42,7 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
 
 class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
     """`failed`: UUID -> why the GPU, or one MIG device of it, does not work; `lost`: failed GPUs that fell off the bus. `cordoned`: UUID ->
-    why a GPU that works accepts no new containers; `in_mig_mode`: cordoned only because of MIG mode."""
+    why a GPU that works accepts no new containers; `in_mig_mode`: GPUs cordoned only because of MIG mode."""
 
     failed: Mapping[str, str] = msgspec.field(default_factory=dict)
     cordoned: Mapping[str, str] = msgspec.field(default_factory=dict)

@@ -37,8 +37,9 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     unschedulable in `view`, and may be incomplete. `over`: the containers over their memory. `gpu_limits`: UUID -> how new shares are
     limited on a listed GPU.
 
-    `registered`: resource (mode dra: the driver) -> whether the kubelet has it from this agent. `not_ready` says why the node can't accept
-    pods with GPUs now, `warnings` what else is wrong with its offer. `cordons` are by UUID. `api_queue` None: there is no API server.
+    `registered`: resource (mode dra: the driver) -> whether this agent has registered it with the kubelet. `not_ready` says why the node
+    can't accept pods with GPUs now, `warnings` what else is wrong with its offer. `cordons` are by UUID. `api_queue` None: there is no API
+    server.
 
     `connections` counts the web server's open connections, `streams` the kubelet's open ListAndWatch calls by resource. Other counts are
     since the start of the process: `nvml_errors` by function and NVML error number, `vcuda_registrations` by result, `mps_daemon_restarts`

@@ -122,7 +122,7 @@ class Agent:
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
         """Returns what `decide` returns under the lock, and tries again while it raises ListFailedError. Raises Refusal after
-        LIST_AGAIN_SECONDS, or once the kubelet makes another call, because it has restarted then."""
+        LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted then."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:

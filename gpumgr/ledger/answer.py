@@ -53,8 +53,8 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc finds libraries in every image, even without LD_LIBRARY_PATH and ld.so.cache: subfolders of the library folders that images
-#: normally do not have. glibc 2.33 and later look into `glibc-hwcaps`, glibc before 2.37 into `tls`. For x86-64. Source: ld.so(8),
+#: Where glibc finds libraries in every image, even without LD_LIBRARY_PATH and ld.so.cache: subfolders, which images normally do not
+#: have, of the library folders. glibc 2.33 and later look into `glibc-hwcaps`, glibc before 2.37 into `tls`. For x86-64. Source: ld.so(8),
 #: "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")

@@ -130,8 +130,8 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     """A container that has a part of at least one GPU, with its limits; enforcement backends know nothing else of its request.
 
-    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The pod's names and UIDs may be missing or
-    guesses until the container starts.
+    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The pod's name and UIDs may be missing or
+    guessed until the container starts.
     """
 
     allocation: AllocationId

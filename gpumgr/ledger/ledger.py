@@ -74,7 +74,7 @@ class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):
     """The last request to resize a container, and the decision. `amounts`: what it may use on each of its GPUs now; empty: what it was
-    granted. `refused`: the reason, if so. `lent_mebibytes`: the part of `amounts` that suspended containers hold, until they are
+    granted. `refused`: the reason of a refusal. `lent_mebibytes`: the part of `amounts` that suspended containers hold, until they are
     resumed."""
 
     asked: ResizeRequest

@@ -1,7 +1,7 @@
 """The node's GPUs: `NodeView` is the input of one decision, `node_devices` the content of ListAndWatch. Pure.
 
 The rules of ListAndWatch:
-* It has every id of every registered GPU, because the kubelet crashes if an id vanishes while it allocates it.
+* It has every id of every registered GPU, because the kubelet crashes if an id vanishes during its allocation.
 * All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
 * A free replica is Unhealthy while its GPU has no free cores or no free memory.
 * The free memory blocks of a GPU that a container has whole become Unhealthy, so that the scheduler does not count them. They stay Healthy

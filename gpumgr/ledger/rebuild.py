@@ -126,7 +126,7 @@ def _holdings(
     find_uid: Callable[[str], PodView | None],
     problems: list[str],
 ) -> Mapping[tuple[str, str], Allocation]:
-    """(UID or namespace/name, container) -> an allocation with the ids that it holds. Ended pods are left out. Adds to `problems`."""
+    """(UID or namespace/name, container) -> an allocation with the container's ids. Ended pods are left out. Adds to `problems`."""
     shared = any(gpu.replicas for gpu in gpu_registry.gpus)
     holdings: dict[tuple[str, str], Allocation] = {}
     uids: dict[PodKey, str] = {}

@@ -19,7 +19,7 @@ from gpumgr.placement.pods import ResizeRequest
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     """What a decision depends on, besides the ledger. `used_bytes`: what containers use; None: not known. `most_bytes`: the highest limit
     that may be in force. `memory_mebibytes`: what each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why
-    these mechanisms can't change a limit (None: they can). `away`: suspended containers that do not ask for their resume.
+    mechanisms can't change a limit (None: they can). `away`: suspended containers that do not ask for their resume.
     `listed`: the runtime has answered."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]

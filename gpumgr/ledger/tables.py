@@ -23,7 +23,7 @@ _FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
 
-#: The checkpoint has this note while a lost ledger is not rebuilt yet: the agent may end before that, and the next one must know.
+#: The checkpoint has this note while a lost ledger is not rebuilt yet: if the agent ends before, the next one must know.
 LOST_NOTE: Final = "ledger_lost"
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
 

@@ -146,8 +146,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process with a context on a GPU; `pid` is the host's. `utilization_ratio`: the share of the last period in which its kernels ran,
-    0..1. None: not reported, or not sampled."""
+    """A process with a context on a GPU; `pid` is the host's. `utilization_ratio`: the share of the last sample period in which its kernels
+    ran, 0..1. None: not reported, or not sampled."""
 
     pid: int
     memory_bytes: int | None

@@ -1,7 +1,7 @@
 """The topology tree: groups of GPUs for each PCIe level. Also renders the tree and the matrix as text and data.
 
-A group at level L is a connected component of "joined by L or closer". It always has several children, so its name is the closest level
-that joins its GPUs. ROOT always exists, even above one group. NVLinks do not affect the tree.
+A group at level L is a connected component of "joined by L or closer". It always has several children, so no closer level joins all its
+GPUs. ROOT always exists, even above one group. NVLinks do not affect the tree.
 """
 
 from collections.abc import Sequence
