@@ -1,6 +1,6 @@
 """The objects of the simulated API server: lists and watches of one kind, and what clients write (events, the node, access reviews).
 
-As in Kubernetes' API validation (the source), labels and annotations beyond their limits are refused, and events outside the namespace of
+As in Kubernetes' API validation (the source), it refuses labels and annotations beyond their limits, and events outside the namespace of
 their object.
 """
 
@@ -208,12 +208,10 @@ class WatchedObjects:
         self._record("DELETED", self.items.pop(uid))
 
     def forget(self) -> None:
-        """Drops the history of changes, so that no watch can begin at an earlier version."""
         self._forgotten = self._version.value
         self._events.clear()
 
     def end_watches(self) -> None:
-        """Sends bookmarks and ends the open watches, as at their timeout."""
         for each in self._open:
             each.reschedule(asyncio.get_running_loop().time())
 

@@ -28,7 +28,7 @@ from gpumgr.sim.nodes import NodeDescription, load_node
 _PROC: Final = "proc"
 _CGROUPS: Final = "cgroup"
 _FIRST_PID: Final = 20_001
-#: sysconf(_SC_CLK_TCK), the unit of start times, is 100 on every Linux.
+#: sysconf(_SC_CLK_TCK), the unit of start times, is 100 on x86-64 and arm64.
 _TICKS_PER_SECOND: Final = 100
 
 

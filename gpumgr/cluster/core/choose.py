@@ -31,7 +31,8 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
     `closest`: (NVML's index of the GPU that lacks least for a share, what is free there). `distance`: how much the node lacks, comparable
     between misfits with equal `reason`. `none_allowed`: no GPU satisfies the constraints. `agent_chooses`: some GPUs do, but the scheduler
-    can't name them to the agent. `mig`: all allowed GPUs are for MIG devices only.
+    can't name them to the agent. `mig`: the request is HAMi's, and all allowed GPUs are for MIG devices only. `free_gpus`: entirely free
+    (HAMi's: with room).
     """
 
     container: ContainerRequest | None

@@ -176,8 +176,8 @@ class Question:
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: amounts that are free on single GPUs, without amounts that another one
-    covers."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, except where another GPU has at least as much of
+    both."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]

@@ -463,7 +463,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """A share without replicas takes the node's first room of a tier."""
+    """A share in vcuda resources takes the node's first GPU of a tier."""
     return room.cores_free, room.blocks_free
 
 

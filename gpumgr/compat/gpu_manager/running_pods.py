@@ -70,7 +70,7 @@ class TakeOver:
         #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt (`_state`).
         self._waiting: tuple[AnonymousRecord, ...] = ()
         self._attempt: object = None
-        #: No record waits; devices may be offered; the agent has waited for the list of pods.
+        #: `_taken`: no record waits. `_free`: devices may be offered. `_waited`: for the list of pods.
         self._taken = self._free = self._waited = False
         #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list.
         self._pending = True

@@ -147,9 +147,9 @@ _DOCKERSHIM: Final = "dockershim"
 
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
-    """`live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it names no pod. `holders`: containers with ids of
-    gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that accept connections. `registered`:
-    resource -> how many ids the kubelet has."""
+    """`live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it is unreadable or names no pod. `holders`: containers
+    with ids of gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that accept connections.
+    `registered`: resource -> how many ids the kubelet has."""
 
     node: str
     checkpoint: Path

@@ -128,7 +128,7 @@ def parse(content: bytes, path: Path) -> VolumeConf:
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
-#: A node's machine -> the 32-bit machine with programs that the node can run, too.
+#: A node's machine -> the 32-bit machine that it can run programs of, too.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
 #: A driver's version: two or three numbers ("418.67", "535.54.03").
