@@ -137,8 +137,8 @@ _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malf
 def command(node: ShownNode, output: str) -> None:
     """Show how the GPUs are connected.
 
-    The tree has a line `NAME:FREE:COST` for each group and GPU: the number of free GPUs, and the place of the GPU's group in the order in
-    which groups are used up (0 for a group). The matrix has NVn+LEVEL where n NVLinks join two GPUs.
+    The tree has a line `NAME:FREE:COST` for each group and GPU. FREE is the number of free GPUs. COST of a GPU is the rank of its group
+    (groups of low rank are used up first), of a group 0. The matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
     click.echo(msgspec.json.encode(_as_data(node)) if output == "json" else _as_text(node))

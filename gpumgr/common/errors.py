@@ -27,7 +27,7 @@ class GpumgrError(Exception):
 
 
 class Refusal(GpumgrError):
-    """A request that must not be granted. `code` is a label of metrics. `kubectl describe pod` shows the message."""
+    """A request that must not be granted. `code` is a label's value in metrics. `kubectl describe pod` shows the message."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)

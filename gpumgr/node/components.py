@@ -105,7 +105,7 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: Serves claims that remain, or may remain, after a change of node.mode from dra to plugin or a loss of the ledger.
+        #: In mode plugin: serves claims that may remain from mode dra, or after a loss of the ledger.
         self.former_mode_dra = None
         if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
             from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it

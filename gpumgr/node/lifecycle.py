@@ -287,8 +287,8 @@ async def _report(components: Components, notifier: Notifier) -> None:
 
 
 async def _stop(components: Components, grace_seconds: float) -> None:
-    """Ends the web server, then the kubelet's calls, and writes the history. The kubelet's streams end late, because the kubelet then
-    refuses pods until the next agent is registered."""
+    """Ends the web server, then the kubelet's calls, and writes the history. The kubelet's streams end late, because after their end the
+    kubelet refuses pods until the next agent is registered."""
     try:
         async with asyncio.timeout(grace_seconds):
             await asyncio.gather(components.web.stop(), *([] if components.display is None else [components.display.stop()]))

@@ -27,7 +27,7 @@ _HOST: Final = re.compile(r"(?:\[(?P<v6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::[0-9
 
 
 class HttpClient(msgspec.Struct, frozen=True, kw_only=True):
-    """`certified`: the client CA signed the client's certificate. `hosts`: a request may have no `Host` (HTTP/1.0) or, wrongly, several."""
+    """`certified`: the client CA signed the client's certificate. `hosts`: `Host` headers: none (HTTP/1.0), one or, wrongly, several."""
 
     origin: Origin
     certified: bool = False

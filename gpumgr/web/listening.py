@@ -47,7 +47,7 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
 
 
 def needs_loopback(addresses: Sequence[str]) -> bool:
-    """Whether no address accepts loopback connections, for `kubectl port-forward` and programs in the pod."""
+    """Whether no address accepts loopback connections, which `kubectl port-forward` and programs in the pod make."""
     found = [ip_address(address) for address in addresses]
     return not any(address.is_loopback or address.is_unspecified for address in found)
 

@@ -110,7 +110,7 @@ _POLICIES: Final[Mapping[Literal["mutating", "validating"], Sequence[str]]] = {
 
 
 def needed_by_claims() -> Iterator[Right]:
-    """Rights in all namespaces. The right to the quotas' ConfigMap is left out, because a setting names that."""
+    """Rights in all namespaces. The right to the quotas' ConfigMap, which a setting names, is left out."""
     for group, resources, verbs in (
         ("", "nodes pods", "list watch"),
         ("", "pods", "patch"),

@@ -109,8 +109,8 @@ class DrainingServer(OpenServer):
     async def close_now(self) -> None:
         """Ends every connection and cancels running calls. Clients close their connections once they have read everything.
 
-        A client that does not is disconnected after `_CLOSE_SECONDS`. If it does not read, its transport keeps the data and stays open, so
-        it is aborted `flush_seconds` later.
+        A client that does not close is disconnected after `_CLOSE_SECONDS`. A transport that its client does not read stays open, so it is
+        aborted `flush_seconds` later.
         """
         self.draining = True
         if self.listener is None:
