@@ -59,6 +59,7 @@ class PodCache:
 
     @property
     def unreadable(self) -> int:
+        """How many pods can't be read."""
         return self._reflector.unreadable
 
     async def wait_synced(self) -> None:

@@ -156,7 +156,7 @@ class ApiServer:
         check: Callable[[], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends one request, but neither reads the answer's body nor checks its status. The first request after a 401 reads the credentials
-        again. A write that was refused with Retry-After is not sent again before that time.
+        again, at most every _RENEW_SECONDS. A write that was refused with Retry-After is not sent again before that time.
 
         `check` is called on the open connection, immediately before the body is sent. If it raises, the body is not sent, and the error is
         the cause of an aiohttp.ClientConnectionError.

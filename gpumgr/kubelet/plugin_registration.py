@@ -74,13 +74,13 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     unwatched_seconds: float = 1.0
     #: The same limit directly after Register. A kubelet may dial for 10 s, and kubelets before 1.25 answer Register first.
     first_watch_seconds: float = 12.0
-    #: When a socket is replaced: how long calls may go on, and then how long the kubelet may take to disconnect.
+    #: When a socket is replaced: how long calls and then the kubelet's disconnection may take together.
     handover_seconds: float = 5.0
     held_back_seconds: float = 2.0
 
 
 class KubeletLink:
-    """`run` is a daemon. `stop` ends it, lets calls in progress finish, and removes the sockets."""
+    """`run` is a daemon; `stop` ends it."""
 
     def __init__(
         self,

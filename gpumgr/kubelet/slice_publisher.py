@@ -1,7 +1,7 @@
 """Keeps the ResourceSlice of this node in the API server.
 
 Invariants:
-1. Nothing is written while gpumgr's DRA driver is not registered with the kubelet. kube-scheduler would place pods by the slice, and they
+1. Nothing is published while gpumgr's DRA driver is not registered with the kubelet. kube-scheduler would place pods by the slice, and they
    would wait on the node for more than a minute.
 2. Each step reads the slice; the watch only starts a step. So a deletion that the watch has missed is noticed at the next step: after a new
    list, a change or a probe.

@@ -2,7 +2,7 @@
 
 kube-scheduler takes the first devices that fit, so the order of the slice decides the placement: claims for whole GPUs fill an empty node
 by groups of close GPUs. The order is fixed, because every change makes kube-scheduler try all pending pods again. Only the hardware, its
-health and settings change a slice.
+health, cordons and settings change a slice.
 
 Two attributes describe NVLink, for `matchAttribute`. Each GPU has both, because CEL fails on absent attributes:
 - `island`: GPUs that NVLink connects, directly or through other GPUs. A GPU without NVLink is an island by itself.

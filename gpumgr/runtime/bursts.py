@@ -152,8 +152,8 @@ class Bursts:
     def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
         """Whether an earlier process of the agent may have set another limit, by a resize or a burst, that this process does not know yet.
 
-        That process may have had a setting that allowed bursts. So a burst is possible if the pod demands one, or if the container uses
-        more than the memory of its device ids plus the slack.
+        That process may have allowed bursts. So a burst is possible if this one allows them, if the pod demands one, or if the container
+        uses more than the memory of its device ids plus the slack.
         """
         if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
             return False

@@ -1,7 +1,7 @@
 """The highest memory limits that may be in force.
 
 An evaluation (one for each sample of the driver) computes all limits, and the backends set them. The backends may finish after the end of
-the evaluation, or fail for some containers. Until they finish, later limits wait.
+the evaluation, or fail for some containers. Until they finish, no later limits are set.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ class LimitsInForce:
         self.latest: Limits | None = None
         #: Container -> why its limits are not in force.
         self.obstacles: Mapping[AllocationId, str] = {}
+        #: The highest limit before `latest` that may still be in force.
         self._earlier: dict[AllocationOnGpu, int] = {}
         #: What may have been in force when the sample of the last evaluation was read, and when the next one is read.
         self._at_sample: Limits = {}

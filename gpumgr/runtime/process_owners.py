@@ -41,7 +41,7 @@ class ProcessOwnership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessOwners:
-    """`latest` is the result of the last `find`. `clock` is monotonic, in seconds."""
+    """`clock` is monotonic, in seconds."""
 
     def __init__(self, runtime: Containers, *, clock: Callable[[], float], timeout_seconds: float) -> None:
         self._runtime, self.clock, self.timeout_seconds = runtime, clock, timeout_seconds

@@ -43,6 +43,7 @@ _SAMPLES_SECONDS: Final = 15.0
 #: The pause after a failed resume doubles with every failure, from the first to the second value.
 _RESUME_AGAIN_SECONDS, _MOST_RESUME_AGAIN_SECONDS = 1.0, 60.0
 _SAVE_AGAIN_SECONDS = 1.0
+#: The pause after a failed suspension.
 _FAILED_SECONDS: Final = 300.0
 #: The shortest time between two reports of why a resume waits. The figures in the reason change with every sample.
 _REPORT_SECONDS: Final = 60.0
@@ -117,8 +118,8 @@ class Suspensions:
                 await self._save_once(name, None)
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
-        """Resumes containers that hold back calls but have no saved state, because the checkpoint was lost. Each may need the memory that
-        it was granted. A container with memory on the GPU does not wait for free memory."""
+        """Resumes containers that hold back calls but have no saved state, because the checkpoint was lost. Each counts as needing what it
+        was granted. A container with memory on the GPU does not wait for free memory."""
         for name, share in shares.items():
             if name in self._agent_state.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue

@@ -41,8 +41,8 @@ class Desired(ABC):
 
 
 class WorkQueue:
-    """The states to write, in order of failures, priority and arrival. At most `capacity` events wait; a new event replaces the oldest
-    one."""
+    """The states to write, in order of failures, priority and arrival; the ones that insist are last. At most `capacity` events wait; a new
+    event replaces the oldest one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

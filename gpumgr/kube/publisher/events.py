@@ -89,7 +89,7 @@ class EventSeries(Desired):
 
     @classmethod
     def once(cls, event: Event, at: float) -> "EventSeries":
-        """The series of an event that occurs once. `at`: unix seconds."""
+        """The series of an event that occurs once."""
         return cls(event=event, text=event.text(), first_at=at, last_at=at, count=1)
 
     @property

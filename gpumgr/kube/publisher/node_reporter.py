@@ -214,7 +214,7 @@ class NodeReporter:
 
 
 def condition_of(troubles: Sequence[tuple[str, str]], *, healthy: str) -> Condition:
-    """`troubles`: (reason, sentence), the most severe first. The condition has its reason. `healthy`: the message without trouble."""
+    """`troubles`: (reason, sentence), the most severe first. `healthy`: the message without trouble."""
     if not troubles:
         return Condition(trouble=False, reason=NO_TROUBLE, message=healthy)
     message = cut("; ".join(sentence for _, sentence in troubles), MAX_MESSAGE_BYTES)
