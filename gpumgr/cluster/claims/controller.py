@@ -129,7 +129,7 @@ class ClaimsController:
             _log.info("template_created", namespace=key[0], template=key[1])
 
     async def _sweep(self) -> None:
-        """Deletes the templates that no pod and no claim has used for `template_idle_hours`."""
+        """Deletes gpumgr's templates that no pod or claim has used for `template_idle_hours`."""
         now, in_use = self._clock(), set(self._watches.templates_in_use())
         self._used_at = {key: now if key in in_use else self._used_at.get(key, now) for key in self._watches.templates}
         for key, each in list(self._watches.templates.items()):

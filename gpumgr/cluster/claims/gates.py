@@ -43,8 +43,8 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
 
 
 def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """Decides about gated `pods` in the order of their creation. What a waiting pod requests is not given to a later one, unless the quota
-    never allows it. `flights`: unallocated claims of pods without the gate."""
+    """Decides about gated `pods` in the order of their creation. A later pod does not get what a waiting one requests, unless even
+    the unused quota refuses that. `flights`: unallocated claims of pods without the gate."""
     decision, first = Decision(), dict[str, UnboundPod]()
     #: `granted`: the flights and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with nothing in use.
     granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)

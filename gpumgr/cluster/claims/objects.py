@@ -159,8 +159,8 @@ def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerReque
 
 
 def _consumed(requests: Mapping[str, Any]) -> ContainerRequest:
-    """What kube-scheduler gives: it rounds amounts up to the steps of the devices' requestPolicy (slices.py). Without an amount of memory
-    it gives all memory of the GPU."""
+    """What kube-scheduler gives: it rounds amounts up to the steps of the devices' requestPolicy (`kubelet.slices`). Without an amount of
+    memory it gives all memory of the GPU."""
     asked = _container(requests)
     asked = replace(asked, cores_per_gpu=max(1, asked.cores_per_gpu))
     if asked.whole:

@@ -30,7 +30,7 @@ _BOUND_SECONDS = 10.0
 
 
 class ClaimWatches(ClusterWatches):
-    """`changed` is set at each change; the controller clears it."""
+    """`changed` is set when a claim, template, slice or UnboundPod changes; the controller clears it."""
 
     def __init__(self, server: ApiServer, settings: SchedulerSettings, **options: Any) -> None:
         """`options` as for ClusterWatches."""

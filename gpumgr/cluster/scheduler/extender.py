@@ -54,7 +54,7 @@ _REQUEST_SECONDS: Final = 60.0
 
 class _Assumed(msgspec.Struct):
     """A pod with assumed GPUs: they count as used by the pod before the watch shows it as bound. `due`: when the API server is asked about
-    the pod. `sent`: a Binding has bound it, or may have bound it."""
+    the pod. `sending`: a Binding is under way. `sent`: a Binding may have bound it."""
 
     pod: WatchedPod
     due: float
@@ -80,8 +80,8 @@ class Extender:
         self._preemption = Preemption(watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(watches, clock=clock)
-        #: The pods are kept here, because the watch may show a pod later than kube-scheduler does, or never. Entries without assumed GPUs
-        #: are removed later.
+        #: By UID, since the watch may show a pod later than kube-scheduler sends it, or never. `look_up_assumed` removes entries without
+        #: assumed GPUs.
         self._assumed: dict[str, _Assumed] = {}
 
     @property
@@ -115,7 +115,7 @@ class Extender:
         return result
 
     def filter(self, pod: WatchedPod, names: Sequence[str], offered: int) -> FilterResult:
-        """Returns the best nodes among `names`, or the reasons why no node fits. `offered` is the set of the same nodes.
+        """Returns the best nodes among `names`, or the reasons why no node fits. `offered`: the same nodes as a set of the index.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
         """
@@ -176,8 +176,7 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """The best node gets MAX_SCORE, the other fitting nodes lower scores by their rank. All others get 0, and so do all nodes for a pod
-        without GPUs."""
+        """Fitting nodes get MAX_SCORE to 1 by their rank. All others get 0, and so do all nodes for a pod without GPUs."""
         pod, names = await self._parsed(args.pod, args.names)
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:
@@ -207,7 +206,7 @@ class Extender:
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
-        """A daemon that looks up assumed pods. Without it an assumption never ends."""
+        """A daemon that looks up assumed pods, and compacts the index."""
         while True:
             await asyncio.sleep(1)
             await in_slices(self._index.settling())

@@ -144,7 +144,7 @@ class Leadership:
     # -- what follows from it ----------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """In each term: awaits `refresh` if this replica leads, then sets the labels of the pods."""
+        """After each change of the term: awaits `refresh` if this replica leads, then sets the pods' labels."""
         with self._term.subscribe() as terms:
             async for term in terms:
                 pause = self._candidate.times.look_seconds

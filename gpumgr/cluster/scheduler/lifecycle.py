@@ -91,7 +91,7 @@ def this_replica(settings: SchedulerSettings | ClaimsSettings, section: str = "s
 
 
 def own_pod_path() -> str | None:
-    """The API path of this process's pod, from its environment (downward API); None: not known."""
+    """The API path of this process's pod, from the downward API or the service account; None: not known."""
     name, namespace = os.environ.get("POD_NAME"), _pod_namespace()
     return pod_path(namespace, name) if name and namespace else None
 

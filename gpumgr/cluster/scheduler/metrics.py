@@ -68,7 +68,7 @@ _MEMORY: Final = gauge(
 
 
 def process_gauges(process: str, leader: str) -> Mapping[Family, Callable[[ClusterWatches, bool], Samples]]:
-    """For a process with watches and a Lease. The functions take whether it leads. `leader`: what the leader does."""
+    """Gauges of a process with watches and a Lease. The functions take the watches and whether it leads. `leader`: what the leader does."""
     return {
         gauge(f"{process}_build_info", "Version of gpumgr and of Python; always 1.", "version", "python"): lambda *_: {
             (gpumgr.__version__, platform.python_version()): 1

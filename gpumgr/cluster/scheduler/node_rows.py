@@ -31,7 +31,7 @@ class NodeRows:
         self.nodes: dict[str, NodeRow] = {}
 
     async def refresh(self) -> None:
-        """Computes the nodes that have changed in the index, and settles it."""
+        """Computes the rows of the nodes that have changed in the index."""
         await in_slices(self._index.settling())
         await in_slices(self._updates())
 

@@ -148,8 +148,8 @@ Inventory = Literal["used", "outdated", "unusable", "none"]
 
 
 class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """`inventory` is about the agent's annotation with the node's GPUs. "outdated": it has more GPUs than the kubelet of this Ready node,
-    because the agent was removed or can't write. "none": the GPUs are derived from the node's capacity, as on gpu-manager's nodes.
+    """`inventory` is about the agent's annotation with the node's GPUs. "outdated": it has more GPUs than the kubelet of this Ready node
+    offers, because the agent was removed or can't write. "none": the GPUs are derived from the node's capacity, as on gpu-manager's nodes.
     `problem`: why inventory or capacity is not used."""
 
     uid: str
@@ -346,15 +346,15 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """Keeps at most one container more than are allowed, the largest ones. So a pod with too many still holds all GPUs of its node (see
-    `used_on`), and does not block the event loop."""
+    """Keeps the MAX_GPU_CONTAINERS + 1 largest containers: a pod with too many still holds all GPUs of its node (see `used_on`), and does
+    not block the event loop."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
 
 
 def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, object]) -> tuple[NamedShares, ...] | None:
-    """By UUID, otherwise by gpu-manager's indices; None if no annotation names the GPUs. Raises ValueError."""
+    """The GPUs by UUID, otherwise by gpu-manager's indices; None: no annotation names them. Raises ValueError."""
     if not view.bound_by_hami and view.placement_ignored is not None:
         raise ValueError(view.placement_ignored)
     if not view.bound_by_hami and view.placed:
@@ -392,8 +392,8 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
-    """Whether a replica may hold these amounts on some GPU. The node's scaling factors may be higher than the ones known here. If the
-    annotation claims too little, the node's agent reports what the pod holds."""
+    """Whether a container with HAMi's resources may hold these amounts on some GPU. A node with higher scaling factors counts less, so
+    less is accepted; the node's agent reports what the pod holds."""
     if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
         memory = 0 if replica.whole else replica.memory_mebibytes or 0
         return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory

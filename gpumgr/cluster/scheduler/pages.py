@@ -174,7 +174,7 @@ def page_server(routes: Routes, watches: ClusterWatches, settings: Settings, por
 
 
 async def serve_pages(server: PageServer, *, lost: str) -> None:
-    """Starts the server. If the port is taken, the process works without its pages; `lost`: what is missing then."""
+    """Starts the server. If it can't listen, the process works without its pages; `lost`: what is missing then."""
     try:
         await server.start()
     except ListenError as error:

@@ -112,7 +112,7 @@ class Preemption:
 
     @contextmanager
     def without_lower(self, priority: int) -> Iterator[bool]:
-        """Releases what is kept for pods of lower priority until the block ends. Yields whether that was anything."""
+        """In the block nothing is kept for pods of lower priority. Yields whether anything was kept."""
         lower = self._lower(priority)
         for uid in lower:
             self._index.remove(uid)

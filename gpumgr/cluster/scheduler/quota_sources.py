@@ -1,6 +1,7 @@
-"""Collects the limits of namespaces from ResourceQuotas and the ConfigMap; all of them apply together.
+"""Collects the limits of namespaces from ResourceQuotas and a ConfigMap; all apply together.
 
-The ConfigMap has the key `gpu_quota` in gpu-admission's format and the key `quota.yaml` in gpumgr's (docs/scheduler.md).
+The ConfigMap (scheduler.quota_configmap) has the key `gpu_quota` in the format of tkestack's gpu-admission, `quota.yaml` in gpumgr's
+(docs/scheduler.md), or both.
 """
 
 from collections import defaultdict
@@ -120,13 +121,13 @@ class QuotaSources:
     def __init__(self, quotas: Quotas, configmap: str) -> None:
         self._quotas, self._configmap = quotas, configmap
         self._limits = quotas.limits = dict[str, NamespaceQuota]()
-        #: None: no usable ConfigMap has been read.
+        #: None: no ConfigMap is in use.
         self._configured: Mapping[str, NamespaceQuota] | None = None
         #: Namespace -> UID of a ResourceQuota -> its limit.
         self._hard: defaultdict[str, dict[str, Limit]] = defaultdict(dict)
 
     def configmap_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
-        """A ConfigMap that can't be used changes nothing; if none has been read before, no pod can be placed."""
+        """A ConfigMap that can't be used changes nothing; if none was in use, no pod can be placed."""
         if after is not None and after.problem is not None:
             used = "the earlier quotas"
             if self._configured is None:

@@ -31,7 +31,7 @@ class WaitingReasons:
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind]) -> tuple[Kind | None, str]:
         """Returns the kind of reason, and the obstacle that does not depend on the node, or "". `known` keeps the results without quotas
-        for the next pods. Kind None: it has MAX_REQUESTS already. Refresh the rows first."""
+        for the next pods. Kind None: `known` has MAX_REQUESTS already. Refresh the rows first."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
@@ -90,7 +90,7 @@ class WaitingReasons:
         return waiting
 
     def _on(self, name: str, sums: Amounts, pod: WatchedPod) -> tuple[str, str, float]:
-        """The reason, what the node has, and a number that is lower the less the node lacks."""
+        """The reason, what the node has, and a number that grows with what the node lacks."""
         if not covers(sums, wanted := pod.request.in_total):
             lack = 1 - min(_share(sums.cores, wanted.cores), _share(sums.memory_mebibytes, wanted.memory_mebibytes))
             return f"less than {_in_total(wanted)} free in total", _in_total(sums), lack

@@ -1,7 +1,7 @@
 """The pods that filter has rejected. kube-scheduler is made to try them again when they fit.
 
 kube-scheduler tries rejected pods again at each event of a pod or a node, otherwise after five minutes. If it receives an event before this
-process does, the pod is rejected from the old state. A changed quota and the end of an assumed placement are no events. An update of any
+process does, the pod is rejected by the old state. A changed quota and the end of an assumed placement are no events. An update of any
 pod that has a node is an event, so the leader updates an annotation of its own pod.
 """
 
@@ -36,7 +36,7 @@ _REMEMBERED: Final = 100
 
 
 class _Rejected(msgspec.Struct):
-    """`offered`: the nodes that kube-scheduler offered. `version` of the index, and `quota` (its state): the pod did not fit then."""
+    """`offered`: the nodes that kube-scheduler offered. At `version` of the index and the state `quota` the pod did not fit."""
 
     pod: WatchedPod
     policy: Policy
@@ -79,7 +79,7 @@ class Rejections:
             if self.pods.get(each.pod.uid) is not each:
                 continue
             quota = self._quotas.state(each.pod.namespace)
-            offered = each.offered if each.numbering == numbering else -1  # all nodes: the numbers of those offered are not known
+            offered = each.offered if each.numbering == numbering else -1  # -1: all nodes, since the offered ones were renumbered
             known = offered, each.version if quota == each.quota else -1
             if known not in rooms:
                 nodes = offered & self._index.changed_since(known[1])

@@ -1,7 +1,7 @@
 """The HTTP server of the extender: the verbs (kube-scheduler's calls) under /scheduler, and /readyz.
 
-The response to a verb has status 200 even for an error: `filter` and `bind` report it in the field `Error`, which the pod's events show. A
-replica that does not lead answers 503 and closes the connection, so that the client's next one reaches the leader.
+A verb that fails still has status 200: `filter` and `bind` report the error in the field `Error`, which the pod's events show. A replica
+that does not lead answers 503 and closes the connection, so that the client's next connection reaches the leader.
 """
 
 import time
@@ -47,7 +47,7 @@ def make_application(
     def answering(
         name: str, kind: type[_Args], verb: Callable[[_Args], Awaitable[_Result]], failed: Callable[[str], _Result]
     ) -> web.RouteDef:
-        """Checks, before a verb is read, whether this client may call it and whether this replica answers."""
+        """Checks, before a body is read, whether this client may call the verb and whether this replica answers."""
 
         async def answer(request: web.Request) -> web.Response:
             if names and not names & certificate_names(request.get_extra_info("peercert")):

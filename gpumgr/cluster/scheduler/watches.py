@@ -44,7 +44,7 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 class ClusterWatches:
     """`run` it as a daemon. `pending`: unbound pods with GPU requests, by UID; `nominated`: the ones with a nominated node; `ending`: UIDs
     of pods that are being deleted. `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and
-    keep more of a pod. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds."""
+    keep more pods. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ClusterWatches:
                 each.expire()
 
     async def refresh(self) -> None:
-        """Lists everything again, while `run` runs. The index then has what the API server had at the call."""
+        """Lists everything again; `run` must be running. Then the index is at least as new as the call."""
         self._listed.clear()
         self._list_again.set()
         await self._listed.wait()

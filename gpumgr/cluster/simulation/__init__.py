@@ -1,1 +1,1 @@
-"""`gpumgr simulate`: replays pods on a described cluster under a placement policy. Pure: no I/O, no clock."""
+"""`gpumgr simulate`: replays pods on a described cluster, or places them on a snapshot. Pure: no I/O, no clock."""

@@ -16,7 +16,7 @@ Moves = list[tuple[LivePod, Spot]]
 
 
 class Defrag:
-    """One search. It ends after `most_tries` tests whether a pod fits. `plan` leaves the cluster as it was."""
+    """One search. It ends after `most_tries` attempts to place a pod. `plan` leaves the cluster as it was."""
 
     def __init__(self, cluster: LiveCluster, *, most_moves: int, most_tries: int = MOST_TRIES) -> None:
         self._cluster, self._most_moves, self._most_tries = cluster, most_moves, most_tries
@@ -63,7 +63,7 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Groups of pods on `node`, each with the place that `pod` gets if the group leaves. No part of a group is enough."""
+        """Groups of pods on `node`, each with the place that `pod` gets if the group leaves. No smaller part is enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each
@@ -103,7 +103,7 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """Reverses the moves, because the search places a pod before the pods that make room for it. None: a place is not free then."""
+    """Reverses the moves, because the search places a pod before the pods that make room for it. None: in that order a place is taken."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

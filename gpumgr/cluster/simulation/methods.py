@@ -23,7 +23,7 @@ from gpumgr.cluster.simulation.policies import Find, make_policy
 from gpumgr.common.errors import InputError
 
 DEMAND_PERCENT: Final = 130
-#: Percentages of arrived demand (the GPUs requested so far, in percent of all GPUs) at which these are measured.
+#: Percentages of arrived demand (the GPUs requested so far, in percent of all GPUs) at which allocation and fragmentation are measured.
 ALLOCATED_AT: Final = (100, 130)
 FRAGMENTED_AT: Final = (50, 80, 90)
 #: Kinds of pods that every result has; further kinds are named by their number of GPUs.

@@ -1,7 +1,7 @@
 """The policies by name. A policy chooses the node and the GPUs of a pod.
 
-random, best-fit, dot-product, packing, clustering and fgd follow the published simulator of FGD (USENIX ATC '23). Their scores are integers
-from 0 to 100, computed from CPU (relative to 128 CPUs) and free GPU-milli (thousandths; relative to 8 GPUs).
+random, best-fit, dot-product, packing, clustering and fgd follow the published simulator of FGD (USENIX ATC '23). Their scores are
+integers, 0 to 100 on nodes up to 128 CPUs and 8 GPUs.
 """
 
 from bisect import bisect_left, insort
@@ -251,7 +251,7 @@ class _Offered:
 
 
 def core_policy(cluster: Cluster, policy: Policy, cpu_per_gpu_milli: int) -> Find:
-    """A policy of `gpumgr scheduler`, computed by its own index. CPU and RAM are checked here instead of by kube-scheduler."""
+    """A policy of `gpumgr scheduler`, computed by a ClusterIndex. CPU and RAM are checked here instead of by kube-scheduler."""
     index = ClusterIndex(cpu_per_gpu_milli=cpu_per_gpu_milli)
     positions = {node.spec.name: position for position, node in enumerate(cluster.nodes)}
     for node in cluster.nodes:

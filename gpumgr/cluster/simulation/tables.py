@@ -1,6 +1,6 @@
 """Reads nodes and pods from CSV or JSON: the columns of the Alibaba trace gpu-v2023, or gpumgr's (docs/simulate.md, "Files").
 
-All errors are InputError and name file, row and column. A JSON file is a list of objects with the columns as keys.
+All errors are InputError and name the place in the file. A JSON file is a list of objects with the columns as keys.
 """
 
 import csv
