@@ -67,7 +67,7 @@ def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand],
 
 
 class _Sums:
-    """What claims may hold within each limit, as if each were on the kind of GPU where it would hold most."""
+    """What claims may hold within each limit, as if each claim were on the kind of GPU where it would hold most."""
 
     def __init__(self, quotas: Quotas, demands: Iterable[Demand] = ()) -> None:
         self._quotas = quotas

@@ -86,7 +86,7 @@ class Extender:
 
     @property
     def answers(self) -> bool:
-        """False: this replica does not lead, or has not read all objects since it leads."""
+        """False: this replica does not lead, or has not read all objects since it took the Lease."""
         return self._leadership is None or self._leadership.answers
 
     @property

@@ -332,7 +332,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
 
 
 def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
-    """Containers with an amount of HAMi's and no GPU."""
+    """Containers that request amounts of HAMi's resources, but no GPU."""
     names = (hami.count_resource,)
     return [each.name for each in spec.all_containers if each.wants_any(hami.amounts) and not each.wants_any(names)]
 

@@ -78,7 +78,7 @@ class Preemption:
                     self._keep(placed_pod(pod, self._index.node(name), eviction.choice), until, nominated=True)
 
     def refresh(self) -> None:
-        """Releases GPUs that are kept for a pod that was placed, lost its nomination, or waited too long."""
+        """Keeps no GPUs for pods that were placed, lost their nomination, or waited too long. A new nomination extends the wait."""
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self.kept.items()):
             pod = nominated.get(uid)

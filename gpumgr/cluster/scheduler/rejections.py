@@ -31,7 +31,7 @@ _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
 #: A call of `Rejections.fitting` stops after this time, and the next call continues there.
 _LOOK_SECONDS: Final = 0.4
-#: The rejected pods that are kept in addition to twice the number of waiting pods.
+#: Above this number plus twice the waiting pods, rejected pods that do not wait are dropped.
 _REMEMBERED: Final = 100
 
 
