@@ -31,7 +31,8 @@ from tests import mps_control
 from tests.background import until
 from tests.shares import gpu_share, shared_gpu
 
-UUID: Final = "GPU-0fe1c342-0000-0000-0000-000000000001"
+#: Each test process has a GPU of its own, because the agent finds the MPS daemons of the whole machine.
+UUID: Final = f"GPU-0fe1c342-0000-0000-0000-{os.getpid():012d}"
 GIB: Final = 1 << 30
 CHECK_SECONDS: Final = 5.0
 IDLE_SECONDS: Final = 60.0
