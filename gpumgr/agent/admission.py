@@ -45,7 +45,8 @@ LIST_PAUSE_SECONDS = 0.25
 
 
 class ListFailedError(Refusal):
-    """Only `List` can show which pod a call is for, and it failed."""
+    """Only `List` can show which pod a call is for, and it failed. The message names LIST_AGAIN_SECONDS, because `writer` shows it only
+    after retries for that time."""
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +187,8 @@ class Admission:
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The UID on record may be an earlier pod's. Without this, the pod would count as newly listed once its own UID is known.
+            # The UID on record may be an earlier pod's. If it stayed, `_number` would take this pod for a recreated one once its UID is
+            # known.
             self._uids.pop(caller.pod, None)
 
     def refused(self, caller: Caller) -> None:
@@ -209,7 +211,7 @@ class Admission:
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
         kept = [a for a in absent.values() if not ended[a.id]]
-        # A listed pod without the ids on record may be a new pod under an old name.
+        # `List` does not show these ids. So a listed pod of the same name may be a new one, unless the former pod certainly runs.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
         for pod in self._seen.keys() & renewed:
@@ -291,8 +293,8 @@ class Admission:
         """The only known container that the call can be for (UNKNOWN_CALLER: there is none); else what `List` returns. `list_failed`: it
         has just failed. Raises ListFailedError.
 
-        `List` must also confirm a single candidate if the scheduler chose its GPUs, or if it requests replicas, with amounts that are only
-        in the pod.
+        `List` must also confirm a single candidate for replicas, or if the scheduler chose its GPUs. A wrong guess would grant another
+        pod's amounts or GPUs.
         """
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:

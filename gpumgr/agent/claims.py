@@ -101,8 +101,9 @@ class NodeClaims:
     async def reclaim(
         self, find: Callable[[ClaimRef], Awaitable[tuple[str, Collection[Share]] | None]], listing: Listing
     ) -> None:
-        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state. Two calls in a row
-        must find that the claim no longer has these shares in the API server, and that the kubelet does not list it.
+        """Frees each claim that the kubelet will never unprepare, because the kubelet was replaced or lost its state. Two conditions must
+        hold at two calls in a row. The claim in the API server lacks a share that the ledger has for it. The kubelet does not list the
+        claim.
 
         `find` returns the UID of the claim that has the name now ("": none has), and its shares on this node; None: not known.
         """
@@ -201,7 +202,8 @@ class NodeClaims:
             found = await self._read(claim, before, deadline)
             if found is None or (before and shares_of(before) == _shares(found)):
                 return before
-            if before:  # also freed if the new shares are refused: the API server no longer allocates them
+            if before:
+                # The API server no longer allocates the former shares. So they are freed even if the new ones are then refused.
                 former = [a.id for a in before]
                 await self._batch.add(lambda ledger: (ledger.free(former), (), None))
             seconds = min(POD_SECONDS, deadline - time.monotonic())
@@ -295,8 +297,8 @@ class CommitBatch:
                 try:
                     await self._commit(waiting)
                 finally:
-                    # Cancels results that are missing because the process ends. It also marks errors as read, or asyncio would log a
-                    # cancelled caller's.
+                    # Cancels results that are not set because the process ends. For a set result, `cancel` only stops asyncio from logging
+                    # an error that no caller reads.
                     for _, ended in waiting:
                         ended.cancel()
 

@@ -169,7 +169,7 @@ async def _pod(agent: AgentClient, pod: PodKey) -> Document | None:
 
 
 def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
-    """`reason`: why the agent is not asked. Raises GpumgrError with both reasons."""
+    """`reason`: the error of the request to the agent. Raises GpumgrError with both reasons."""
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:

@@ -87,7 +87,7 @@ def limits_sentence(mechanisms: Sequence[str]) -> str:
 
 #: So wide that text is neither folded nor cut.
 UNBOUNDED: Final = 100_000
-#: On a narrower terminal the lines of a table wrap, because columns of names would have no space.
+#: Tables are at least this wide, because narrower columns have no space for names. A narrower terminal wraps the lines.
 MIN_WIDTH: Final = 80
 
 

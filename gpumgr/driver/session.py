@@ -255,7 +255,8 @@ class Session:
     ) -> dict[int, T | NvmlError]:
         """index -> `fn`'s result or the error of this GPU. Raises errors of the driver as a whole.
 
-        `indices` None: all GPUs, and the driver as a whole must answer, too. `wait_seconds` as in NvmlWorker.each.
+        `indices` None: all GPUs, and the driver as a whole must answer, too. `wait_seconds`: how long to wait for the end of an earlier
+        call about a GPU. After that its result is GpuBusy.
         """
         await self.wait_for_session()
         calls: dict[Subject, Callable[[], Any]] = {

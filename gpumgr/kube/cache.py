@@ -31,7 +31,8 @@ class PodCache:
         resources: ReplicaResources | None = None,
         mig_resource: str | None = None,
     ) -> None:
-        """`resources`, `mig_resource`: see `parse_pod`."""
+        """`resources`: HAMi's resources, if pods may request them. `mig_resource`: the resource of MIG devices, or a prefix that ends in
+        "-"."""
         #: Whether a pod that can't be read gets an event.
         self.write_events = True
         self._resources, self._mig_resource = resources, mig_resource

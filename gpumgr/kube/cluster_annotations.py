@@ -39,7 +39,8 @@ NvmlIndex = Annotated[int, Meta(ge=0, le=4096)]
 #: -1: not known.
 NumaNode = Annotated[int, Meta(ge=-1, le=4096)]
 
-#: A number of replicas; each is for one container with HAMi's resources. Once the setting is lowered, more can be held than offered.
+#: A number of replicas; each is for one container with HAMi's resources. Once hami.device_split_count is lowered, more can be held than
+#: offered.
 Replicas = Annotated[int, Meta(ge=0, le=4096)]
 #: Multiplies the memory or the cores of a GPU for containers with HAMi's resources.
 Factor = Annotated[float, Meta(ge=0.01, le=100)]
@@ -80,8 +81,8 @@ class Share(msgspec.Struct, Generic[_Gpu], frozen=True, array_like=True):
 
 
 class InventoryGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """`memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index, if the driver can't describe a GPU with a
-    lower one, so that it differs from the position in `gpus`. `replicas`: how many containers with HAMi's resources may share the GPU.
+    """`memory`: the MiB that the agent offers. `model` is "" if unknown. `index`: NVML's index where it differs from the position in
+    `gpus`. `gpus` lacks GPUs that the driver can't describe. `replicas`: how many containers with HAMi's resources may share the GPU.
     `mig`: the profiles of MIG devices that the agent creates on demand (`mig_rows`); such a GPU is not shared."""
 
     uuid: Uuid

@@ -7,7 +7,8 @@ than a minute, so transient faults are retried here.
 The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates, with growing pauses, each pod with a
 claim that is not prepared some seconds after the pod's binding. The kubelet does not call the driver in two cases. The driver is not
 registered; or the API server hides the claim from the kubelet ("no relationship found between node and this object"), while the authorizer
-has not processed the pod's binding yet (seen with 40 pods at once). A claim in the ledger is prepared; its pod may wait for its image.
+has not processed the pod's binding yet (seen with 40 pods at once). A claim in the ledger is prepared: its pod waits for something else,
+such as its image.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ _CONNECTIONS: Final = 8
 #: The timeout of one try; the first and the longest pause between tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: The statuses from 300 to 499 that are retried. Outside that range all are retried (200: no JSON).
+#: The statuses from 300 to 499 that are retried. Statuses outside that range are all retried, also 200: its body was not JSON.
 _TRANSIENT: Final = (401, 408, 429)
 
 
@@ -153,6 +154,7 @@ def _share(result: Mapping[str, Any]) -> ClaimShare:
     device, admin = str(result["device"]), result.get("adminAccess") is True
     consumed = {"cores": "0", "memory": "0"} if admin else result.get("consumedCapacity") or {}
     if not (consumed or result.get("shareID")):  # the device is not shared, so the claim has all of it
+        # `grant_claim` replaces the memory of a whole GPU.
         consumed = {"cores": str(CORES_PER_GPU), "memory": "0"}
     if missing := {"cores", "memory"} - consumed.keys():
         raise _Unusable(

@@ -78,8 +78,8 @@ NO_DEVICES = "void"
 
 
 class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: its
-    runtime may be one of the node's. `why`: a clause for messages."""
+    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: NVIDIA's
+    container runtime may be configured on this node. `why`: a clause for messages."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -87,8 +87,8 @@ class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths for which `exists` is false are omitted from responses. `mig_minors` returns the driver's list of the capabilities of MIG
-    devices, empty if it has none. `machine`: platform.machine()."""
+    """Device nodes and driver files for which `exists` is false are omitted from responses. `mig_minors` returns the driver's list of the
+    capabilities of MIG devices, empty if it has none. `machine`: platform.machine()."""
 
     exists: Callable[[str], bool]
     mig_minors: Callable[[], str] = str

@@ -10,7 +10,7 @@ from gpumgr.placement.pods import PodKey
 
 #: How many entries are kept, in memory and on disk, besides the grants of existing allocations.
 HISTORY_ENTRIES: Final = 1000
-#: A container runs without limits; the message of its placement's event has this code, too.
+#: The code of the event that a container runs without limits. The message of the pod's placement event contains it, too.
 NOT_ENFORCED: Final = "GpuLimitNotEnforced"
 
 #: Codes of events that are no warnings: the pod's annotations, or the pod itself, demanded them.

@@ -44,8 +44,8 @@ class ParsedTopology(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=64)
 def parse_topology(text: str) -> ParsedTopology:
-    """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored. Raises InputError with the
-    line, the column and what is allowed there."""
+    """Reads the text of `nvidia-smi topo -m`; lines before its header and after its last GPU row are ignored. Raises InputError, with the
+    line and the column if they are known."""
     lines = [(number, _ANSI.sub("", line).strip()) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), start=1)]
     start = next((position for position, (_, line) in enumerate(lines) if _GPU_NAME.match(line)), None)
     if start is None:

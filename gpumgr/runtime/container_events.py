@@ -74,8 +74,8 @@ class ContainerEvents:
 
 def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
     """Reports GPUs with too little memory for what their active containers may use, because it is granted more than once
-    (hami.device_memory_scaling). A container is active unless it is suspended. A CUDA allocation within the container's limit can then
-    fail."""
+    (hami.device_memory_scaling). There a CUDA allocation within a container's limit can fail. A container is active unless it is
+    suspended."""
     ledger = agent_state.ledger
     for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
         active = overcommitted(ledger.on(name), agent_state.suspensions, name, gpu.memory_mebibytes)

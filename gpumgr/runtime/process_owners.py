@@ -1,7 +1,7 @@
 """Maps GPU processes to containers, by the container runtime's list and the kernel's cgroups.
 
 - The cgroup of a container that shares a GPU lists its processes. No process can leave the cgroup.
-- Every other GPU process is looked up by its own cgroup, once.
+- Every other GPU process is looked up by its own cgroup: once if it is in a container, else again after RETRY_SECONDS.
 - A slow container runtime delays a call by at most `timeout_seconds`; then its last answers are used.
 """
 
@@ -113,7 +113,7 @@ class ProcessOwners:
         return container is None and self.clock() - answered_at >= RETRY_SECONDS
 
     async def _look_up_all(self, processes: Sequence[Process]) -> None:
-        """All at the same time, so that one List call serves all processes with unknown containers."""
+        """All at the same time, so that one ListContainers call of the runtime serves all processes with unknown containers."""
         await asyncio.gather(*map(self._look_up_one, processes))
 
     async def _look_up_one(self, process: Process) -> None:

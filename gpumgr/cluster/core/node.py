@@ -27,8 +27,8 @@ GPU_PARTS: Final = ("free", "partial", "full", "closed")
 
 
 class GpuKind(msgspec.Struct, frozen=True):
-    """GPUs that quotas do not distinguish. `model`: the driver's name. `label`, `pool`: labels of the node. "" if not known. `any_model`:
-    they count in a quota for any model."""
+    """GPUs that count in the same quotas. `model`: the driver's name. `label`, `pool`: the values of the node's model label and pool label.
+    "" if not known. `any_model`: the model is unknown, so they count in the quotas of all models."""
 
     model: str = ""
     label: str = ""
@@ -36,7 +36,7 @@ class GpuKind(msgspec.Struct, frozen=True):
     any_model: bool = False
 
 
-#: What quotas distinguish: the GPU's kind, memory in MiB, and scaling (see GpuState).
+#: A GPU's kind, memory in MiB, and scaling (see GpuState): the cost of a request in quotas depends on these.
 CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 

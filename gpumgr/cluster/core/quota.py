@@ -47,7 +47,7 @@ NO_HOLDING: Final[Holding] = {}
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """What a namespace may hold of the GPUs that match `model`, `label` and `pool`; None: not limited.
 
-    `model`: a part of the driver's name or of the node's label, in upper or lower case. `label`: the node's whole label; None: any.
+    `model`: a part of the driver's name or of the node's model label, in upper or lower case. `label`: the whole model label; None: any.
     """
 
     cores: int | None = None
@@ -84,7 +84,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
-    """All `limits` apply. `labels`, `pools`: the allowed values of the nodes' labels; None: any."""
+    """All `limits` apply. `labels`, `pools`: the allowed values of the nodes' model labels and pool labels; None: any."""
 
     limits: tuple[Limit, ...] = ()
     labels: frozenset[str] | None = None
@@ -253,8 +253,8 @@ def types_of(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs. Which ones does not matter: the kubelet gives an init container's devices to later containers, so
-    both count on the same GPUs."""
+    """What containers hold on equal GPUs. Each container's GPUs are counted from the first one. The kubelet gives an init container's
+    devices to later containers, so both hold the same GPUs."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

@@ -62,11 +62,13 @@ def find_eviction(
     ending: Set[str] = frozenset(),
     proposed: frozenset[str] = frozenset(),
 ) -> Eviction | None:
-    """The best victims among `pods` of this node: an empty set if the preemptor fits without an eviction, None if no set helps.
+    """The best victims among `pods` of this node, or None if no set helps. If the preemptor fits without an eviction, the victims are bound
+    `ending` pods of lower priority, if any.
 
     `unbound` pods are not bound yet, so they can't be evicted. If their priority is lower, what they hold counts as free: the preemptor may
     take what an earlier preemption freed for them. `ending` pods end anyway. `proposed`: kube-scheduler's victims, also without GPUs. The
-    result contains them all. Exception: they are evictable, and the node has too few cores in total, which explains the proposal.
+    result contains them all, unless all are evictable and the node has too few cores in total. Then kube-scheduler probably chose them only
+    for the cores, and a cheaper set may replace them.
     """
     lower = {uid for uid, pod in pods.items() if pod.priority < preemptor.priority}
     gone = (ending & pods.keys()) | (lower & unbound)

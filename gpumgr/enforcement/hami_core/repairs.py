@@ -1,8 +1,9 @@
-"""What the agent writes into regions (see `region`). Pure.
+"""Computes what the agent writes into regions, the files that it shares with HAMi-core's library ("the library"). Pure.
 
-A repair writes one word: a granted limit, or what the library can't repair (a host pid, the lock of a killed process). `recent_kernel`
-implements priorities, in containers with a limit of cores: launches wait while a container with a lower priority number launches on the
-same GPU. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
+A repair writes one word: a granted limit, or what the library can't repair (a host pid, the lock of a killed process). The agent also
+writes the region's word `recent_kernel`. In a container with a limit of cores, the library delays launches while it is below 0. So launches
+wait while a container with a lower priority number launches on the same GPU. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and
+HAMi-core's rate_limiter.
 """
 
 import struct
@@ -114,7 +115,8 @@ _BLOCKED: Final = -1
 def due(found: Mapping[GpuShare, int]) -> dict[GpuShare, int]:
     """The words `recent_kernel` to write. `found`: the words of all running containers.
 
-    Call it once a sample: a launch delays others until the next call. A larger word, which a container can write, counts as a launch.
+    Call it once a sample: a launch delays others until the next call. A word above RECENT_KERNEL, which a container can write, counts as
+    one launch.
     """
     aged = {share: min(word, RECENT_KERNEL) - 1 if word > 0 else word for share, word in found.items()}
     if len({share.priority for share in found}) < 2:

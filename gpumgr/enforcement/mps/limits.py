@@ -108,7 +108,7 @@ class Namespaces(msgspec.Struct):
     async def put(self, daemon: DaemonClient, shares: Shares, names: Collection[AllocationId], *, anew: bool) -> None:
         """Creates missing namespaces of `names`, and sets and checks their limits: a namespace without limits gets the whole GPU. `anew`:
         also limits that were set already. Raises MpsError."""
-        # Runs of the program cost milliseconds, so a namespace without a socket is created without a list of namespaces.
+        # Each run of the program costs milliseconds. So existing namespaces are listed first only if a new one has a socket already.
         there = {name for name in names if (daemon.folder.namespace(name) / "control").exists()}
         known = {name: limits for name, (limits, _) in self._set.items() if name in there and not anew}
         new = {name: share for name, share in shares.items() if name in names and share.limits != known.get(name)}
@@ -134,8 +134,8 @@ class Namespaces(msgspec.Struct):
         """Sets limits again that were changed, or for which the daemon's answer is not known after a restart of the agent. Deletes
         namespaces of ended containers and foreign ones: a few at each check, since a container can make thousands. Raises MpsError.
 
-        Returns what a container changed, without limits that gpumgr was changing (`former_bytes`: the agent may have ended in the middle),
-        and after a restart without namespaces that are missing or within the grant.
+        Returns what a container changed. Limits that gpumgr itself was changing do not count (`former_bytes`: the agent may have ended in
+        the middle). After a restart, missing namespaces and limits within the grant do not count either.
         """
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}

@@ -4,8 +4,8 @@ HAMi's scheduler knows only its own pods, so the amounts that other pods hold ar
 cores, so that no pod gets it exclusively. A GPU that another pod has whole, or that accepts no new pods, is published as unhealthy.
 
 HAMi's scheduler binds the next pod once its lock on the node is removed, or after 5 minutes. So the agent removes the lock when a pod has
-all its devices, has ended, or is deleted. The agent does not read the lock, so it may remove a later pod's; it needs none itself. The lock
-stays if a pod is deleted while no agent runs.
+all its devices, has ended, or is deleted. The agent does not read the lock, so it may remove a later pod's lock. The agent itself does not
+rely on the lock. The lock stays if a pod is deleted while no agent runs.
 """
 
 from collections.abc import Callable
