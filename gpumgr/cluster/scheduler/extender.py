@@ -115,7 +115,8 @@ class Extender:
         return result
 
     def filter(self, pod: WatchedPod, names: Sequence[str], offered: int) -> FilterResult:
-        """Returns the best nodes among `names`, or the reasons why no node fits. `offered`: the same nodes as a set of the index.
+        """Returns the best nodes among `names`, or the reasons why no node fits. `offered`: the same nodes as a bit mask, from the index's
+        `node_set` in its present numbering.
 
         The setting `candidates` limits the number of nodes. If it is 1, the GPUs of the node are assumed for the pod from now on.
         """
@@ -176,7 +177,8 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """Fitting nodes get MAX_SCORE to 1 by their rank. All others get 0, and so do all nodes for a pod without GPUs."""
+        """Fitting nodes get MAX_SCORE to 1 by their rank; with more than MAX_SCORE nodes, some get equal scores. All others get 0, and so
+        do all nodes for a pod without GPUs."""
         pod, names = await self._parsed(args.pod, args.names)
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:

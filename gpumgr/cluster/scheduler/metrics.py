@@ -55,13 +55,13 @@ _GPUS: Final = gauge(
 _CORES: Final = gauge(
     "scheduler_gpu_cores_ratio",
     "Cores by model and part, 1 = all cores of one GPU: used, free (on entirely free GPUs), partial (free on partly used GPUs), stranded "
-    "(free on GPUs without free memory), closed.",
+    "(free on GPUs without free memory, or without a place for a MIG device), closed.",
     "model",
     "part",
 )
 _MEMORY: Final = gauge(
     "scheduler_gpu_memory_bytes",
-    "GPU memory by model and part, as the cores; stranded: free on GPUs without free cores.",
+    "GPU memory by model and part, as the cores; stranded: free on GPUs without free cores, or without a place for a MIG device.",
     "model",
     "part",
 )

@@ -1,7 +1,8 @@
 """The HTTP server of the extender: the verbs (kube-scheduler's calls) under /scheduler, and /readyz.
 
-A verb that fails still has status 200: `filter` and `bind` report the error in the field `Error`, which the pod's events show. A replica
-that does not lead answers 503 and closes the connection, so that the client's next connection reaches the leader.
+A verb that fails still has status 200: `filter` and `bind` report the error in the field `Error`, which the pod's events show. A client
+without a permitted certificate gets 403, and one that sends too slowly gets 408. A replica that does not lead answers 503 and closes the
+connection, so that the client's next connection reaches the leader.
 """
 
 import time
@@ -22,7 +23,7 @@ from gpumgr.web.credentials import certificate_names
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-#: Bytes for all bodies together, beyond the largest one: bindings are small, but many arrive at a time.
+#: Bytes in memory for other bodies besides one of the largest permitted size. Bindings are small, but many arrive at a time.
 _OTHER_BYTES: Final = 16 << 20
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]

@@ -52,7 +52,8 @@ class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class LiveCluster:
-    """Begins with the pods at home; `nodes` has all their homes. `policy` and `cpu_per_gpu_milli` are settings of the scheduler."""
+    """Each pod with a `home` begins there, and the others are not placed. `nodes` has all homes. `policy` and `cpu_per_gpu_milli` are
+    settings of the scheduler."""
 
     def __init__(
         self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000
