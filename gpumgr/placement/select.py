@@ -85,7 +85,7 @@ def place(
     required: Collection[int] = (),
 ) -> Placement:
     """Chooses GPUs for one container. `required`: indices that the choice must contain. Whole GPUs together must have `memory_blocks`. For
-    a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` concerns share only.
+    a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` matters for a share only.
 
     Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit".
     """

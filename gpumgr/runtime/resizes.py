@@ -47,18 +47,7 @@ async def decide_resizes(
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
-    gpus = agent_state.inventory.gpus(agent_state.ledger.gpu_registry)
-    moved = {name for name, each in agent_state.suspensions.items() if not each.measured}
-    around = Surroundings(
-        # For a suspended container the driver's figure is not the container's memory.
-        used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
-        most_bytes=bursts.most_bytes,
-        memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
-        most=Amounts(bursts.rule.max_growth_cores, bursts.rule.max_growth_memory_mebibytes),
-        obstacle=obstacle,
-        away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
-        listed=listed,
-    )
+    around = _surroundings(agent_state, bursts, use, obstacle, listed=listed)
     entries, waiting = list[HistoryEntry](), list[HistoryEntry]()
 
     def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
@@ -95,6 +84,28 @@ async def decide_resizes(
         write = log.info if entry.code == RESIZED else log.warning
         write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
     return bool(entries)
+
+
+def _surroundings(
+    agent_state: AgentState,
+    bursts: Bursts,
+    use: NodeUse,
+    obstacle: Callable[[tuple[str, ...], Resource], str | None],
+    *,
+    listed: bool,
+) -> Surroundings:
+    gpus = agent_state.inventory.gpus(agent_state.ledger.gpu_registry)
+    moved = {name for name, each in agent_state.suspensions.items() if not each.measured}
+    return Surroundings(
+        # For a suspended container the driver's figure is not the container's memory.
+        used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
+        most_bytes=bursts.most_bytes,
+        memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
+        most=Amounts(bursts.rule.max_growth_cores, bursts.rule.max_growth_memory_mebibytes),
+        obstacle=obstacle,
+        away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
+        listed=listed,
+    )
 
 
 def _entry(before: Allocation, after: Allocation) -> HistoryEntry:
