@@ -110,7 +110,9 @@ def report(
         nvml_up=True,
         use=NodeUse(containers=uses, gpus=strange),
         over=frozenset((a.id, gpu) for a in allocations for gpu in a.gpus if a.held("memory") and used > 16 * BLOCK_BYTES),
-        gpu_limits={uuid_of(n): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps") for n in shown},
+        gpu_limits={
+            uuid_of(n): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="limiter") for n in shown
+        },
         api_queue=ApiQueueState(waiting=2),
         reasons={uuid_of(n): "xid" for n in failed or {}},
     )

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gpumgr.cli.examination import LIMIT_SECONDS, Check, Report, api_server, enforcement, examine, folders, gpus, peers
 from gpumgr.cli.formats import open_table, show
-from gpumgr.cli.options import ExitingCommand, output_option, settings_options, sim_option
+from gpumgr.cli.options import UNREAD_FILE, ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.topology import hardware_of
 from gpumgr.common.log import configure_log
 from gpumgr.driver import Hardware
@@ -54,6 +54,7 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     kubelet_folder = Check("kubelet", partial(peers.look_at_folder, plugin_dir), peers.KUBELET_HUNG)
     return (
         *_gpu_checks(settings, hardware, seen),
+        Check("settings", partial(folders.look_at_settings, UNREAD_FILE), folders.IF_HUNG),
         Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
         *(_claim_checks(settings, seen) if in_dra else [kubelet_folder]),
         Check("pod-resources", pods, peers.KUBELET_HUNG),

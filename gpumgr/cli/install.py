@@ -16,7 +16,7 @@ import click
 import msgspec
 
 import gpumgr
-from gpumgr.cli.options import DEFAULT_CONFIG, ExitingCommand, effective_settings
+from gpumgr.cli.options import DEFAULT_CONFIG, UNREAD_FILE, ExitingCommand, effective_settings, unread_sentence
 from gpumgr.common.errors import GpumgrError, InputError
 from gpumgr.common.files import FileIdentity, replace_file, sync_folder, temporary_of
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
@@ -35,11 +35,12 @@ _MOST_VERSION_CHARACTERS: Final = 200
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """The unit runs `program`."""
+    """The unit runs `program`. `unread`: a file of variables that only earlier units read."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = DEFAULT_CONFIG
     program: Path = Path("/opt/gpumgr/bin/gpumgr")
+    unread: Path = UNREAD_FILE
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -94,6 +95,8 @@ def install_service(place: Service) -> list[str]:
         raise GpumgrError(
             f"{place.unit} is a symbolic link, so the unit is probably masked; unmask it first: systemctl unmask {place.unit.name}"
         )
+    if place.unread.exists():
+        raise GpumgrError(unread_sentence(place.unread))
     _write(place.unit, (SHIPPED / "gpumgr.service").read_bytes())
     steps = [f"{place.program} doctor"]
     if place.config.exists():

@@ -17,6 +17,15 @@ from gpumgr.placement.pods import PodKey
 from gpumgr.settings import Settings, load_settings
 
 DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
+#: Variables of the service in units of earlier versions. Commands in a shell do not have them.
+UNREAD_FILE: Final = Path("/etc/default/gpumgr")
+
+
+def unread_sentence(file: Path) -> str:
+    return (
+        f"{file} exists, and neither this version's unit nor any command reads it; move its settings to {DEFAULT_CONFIG}, other "
+        "variables to a drop-in (systemctl edit gpumgr), and remove it"
+    )
 
 
 class ExitingCommand(click.Command):

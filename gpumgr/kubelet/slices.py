@@ -45,7 +45,7 @@ class Taint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SliceDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+mps. `shared`:
+    """One GPU as published. `name` is permanent. `enforcement`: the mechanisms that limit shares, such as nvml-memory+limiter. `shared`:
     several claims can be allocated on it."""
 
     name: str

@@ -61,8 +61,8 @@ def gpu_limits(gpu: Gpu, mechanisms: Sequence[str], strengths: Strengths, broken
 
 
 def describe_limits(limits: Iterable[tuple[int, GpuLimits]]) -> str:
-    """A text that groups GPUs with equal limits: "GPU 0-7: memory hard (nvml-memory), cores soft (mps); measured: ...". `limits`: (NVML's
-    index, limits) of each GPU."""
+    """A text that groups GPUs with equal limits: "GPU 0-7: memory hard (nvml-memory), cores soft (limiter); measured: ...". `limits`:
+    (NVML's index, limits) of each GPU."""
     groups: dict[GpuLimits, list[int]] = {}
     for index, each in limits:
         groups.setdefault(each, []).append(index)

@@ -55,7 +55,7 @@ class NodeBackends:
     async def look_at(self, name: str) -> CheckResult:
         """The result is an error only if the settings name the backend."""
         words = backend_words(self._settings)
-        if not {name, "auto"} & words and not (name == "mps" and "nvml-memory" in words):
+        if not {name, "auto"} & words and not (name == "limiter" and "nvml-memory" in words):
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
         obstacle = (await self.choice()).obstacles.get(name)
         if obstacle is None:

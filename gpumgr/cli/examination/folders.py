@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.options import unread_sentence
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
 from gpumgr.ledger.store import read_checkpoint
@@ -54,6 +55,14 @@ def obstacle(folder: Path) -> str | None:
         reason = exception.strerror or str(exception)
         return reason if nearest == folder else f"it can't be made in {nearest}: {reason}"
     return None
+
+
+async def look_at_settings(unread: Path) -> CheckResult:
+    """`unread`: a file with settings that is not read."""
+    if await aside(unread.exists):
+        message, _, remedy = unread_sentence(unread).partition("; ")
+        return warning(message, remedy)
+    return ok("no settings in files that are not read")
 
 
 _READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that it may read"

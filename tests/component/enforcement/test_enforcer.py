@@ -332,7 +332,7 @@ async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
     with pytest.raises(Refusal, match=r"limited by MPS, and team/old \(main\) uses the same GPU through another mechanism"):
         await made.limits.start(BASE, granted("mps"), tenant())
     await made.limits.start(BASE, granted("none"), tenant())
-    made.others_on_gpus[:] = [("team/old (main)", ("nvml-memory", "mps"))]
+    made.others_on_gpus[:] = [("team/old (main)", ("mps",))]
     await made.limits.start(BASE, granted("mps"), tenant())
     with pytest.raises(Refusal, match=r"limited by none, and .* through MPS"):
         await made.limits.start(BASE, granted("none"), tenant())

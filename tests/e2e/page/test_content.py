@@ -34,7 +34,7 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(card).to_contain_text("9 of 100 granted, 25 used")
         await expect(card).to_contain_text("5 of 9 cores, 4.5 of 4.0 GiB")
         await expect(card).to_contain_text("over its memory")
-        await expect(card).to_contain_text("Limits: memory hard (nvml-memory), cores soft (mps)")
+        await expect(card).to_contain_text("Limits: memory hard (nvml-memory), cores soft (limiter)")
         await expect(card).to_contain_text("40 °C")
         await expect(
             card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
@@ -49,7 +49,7 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
             "550.54.15, CUDA 12.4",
             "0.4 s ago",
             "2 waiting, 0 dropped",
-            "GPU 0-7: memory hard (nvml-memory), cores soft (mps)",
+            "GPU 0-7: memory hard (nvml-memory), cores soft (limiter)",
             "registered",
         ):
             await expect(health).to_contain_text(fact)

@@ -16,6 +16,7 @@ def place(tmp_path: Path) -> Service:
         unit=tmp_path / "system/gpumgr.service",
         config=tmp_path / "etc/gpumgr.yaml",
         program=tmp_path / "opt/bin/gpumgr",
+        unread=tmp_path / "default",
     )
     for file in (place.program, place.config, place.unit):
         file.parent.mkdir(parents=True)
@@ -49,6 +50,14 @@ def test_a_host_without_the_units_program_is_refused_before_anything_is_written(
     place.program.unlink()
     advice = rf"does not exist: .*: python3 -m venv {tmp_path}/opt && {tmp_path}/opt/bin/pip install dist/gpumgr-[0-9.]+-py3-none-any\.whl$"
     with pytest.raises(GpumgrError, match=advice):
+        install_service(place)
+    assert not place.unit.exists()
+
+
+def test_settings_in_a_file_that_no_command_reads_are_refused_before_anything_is_written(place: Service) -> None:
+    assert "EnvironmentFile=" not in (PROJECT / "systemd/gpumgr.service").read_text().replace("no EnvironmentFile=", "")
+    place.unread.write_text("GPUMGR_HTTP_PORT=9000\n")
+    with pytest.raises(GpumgrError, match=rf"{place.unread} exists, .*; move its settings to /etc/gpumgr/gpumgr\.yaml, "):
         install_service(place)
     assert not place.unit.exists()
 

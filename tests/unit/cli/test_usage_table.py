@@ -68,7 +68,7 @@ def test_a_container_that_the_limiter_limits_has_its_turns() -> None:
 @pytest.mark.parametrize("turns", [{}, {"held_ratio": 1.0, "waited_ratio": 1.0}])
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_longest_names_fit_any_width_and_are_not_cut(width: int, turns: dict[str, float]) -> None:
-    facts = {"container": "q" * 63, "mechanisms": ["nvml-memory", "mps"], **turns}
+    facts = {"container": "q" * 63, "mechanisms": ["nvml-memory", "limiter"], **turns}
     text = usage_text(decoded({**state(), "containers": [container("a", "z" * 253, NAMES[0], **facts)]}, NodeState), width=width)
     assert max(map(len, text.splitlines())) <= max(width, 80)
     assert (text.count("z"), text.count("q")) == (253, 63)
@@ -89,7 +89,7 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
 
 @pytest.mark.parametrize(
     ("mechanisms", "limits"),
-    [(["none"], "not kept"), (["mps-open"], "not kept"), (["mps-open", "nvml-memory"], "within, nvml-memory")],
+    [(["none"], "not kept"), (["mps-open"], "not kept"), (["nvml-memory", "limiter"], "within, nvml-memory, limiter")],
 )
 def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], limits: str) -> None:
     known = {"utilization_ratio": 0.5, "memory_used_bytes": GIB}

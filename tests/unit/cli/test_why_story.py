@@ -167,8 +167,7 @@ def test_the_reason_of_a_placement_is_shown_once_for_all_gpus_also_without_its_d
         ([], "nothing keeps it within its share"),
         (["none"], "nothing keeps it within its share"),
         (["mps-open"], "nothing keeps it within its share (mps-open: it is exempt)"),
-        (["mps-open", "nvml-memory"], "kept within its share by nvml-memory"),
-        (["mps", "nvml-memory"], "kept within its share by mps and nvml-memory"),
+        (["nvml-memory", "limiter"], "kept within its share by nvml-memory and limiter"),
     ],
 )
 def test_the_none_mechanism_is_not_shown_as_a_limit(mechanisms: list[str], sentence: str) -> None:

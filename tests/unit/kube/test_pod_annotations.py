@@ -42,7 +42,7 @@ def listed(annotations: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def test_the_annotations_have_gpu_managers_keys_and_gpumgrs() -> None:
-    held = replace(share("a", "main", gpu=1), mechanisms=("mps", "nvml-memory"), granted_at=1_800_000_000.25)
+    held = replace(share("a", "main", gpu=1), mechanisms=("limiter", "nvml-memory"), granted_at=1_800_000_000.25)
     annotations = annotated(pod(app("main")), held, a="share")
     assert listed(annotations) == [
         {
@@ -52,7 +52,7 @@ def test_the_annotations_have_gpu_managers_keys_and_gpumgrs() -> None:
             "indices": [1],
             "cores": 5,
             "memory_mebibytes": 512,
-            "mechanisms": ["mps", "nvml-memory"],
+            "mechanisms": ["limiter", "nvml-memory"],
             "evaluator": "share",
             "why": "a test",
         }

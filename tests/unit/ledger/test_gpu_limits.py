@@ -7,12 +7,14 @@ from gpumgr.placement.devices import Gpu
 
 STRENGTHS: Strengths = {
     "nvml-memory": {"memory": "hard"},
+    "limiter": {"core": "soft", "memory": "soft"},
     "hami-core": {"core": "soft", "memory": "soft"},
     "mps": {"core": "hard", "memory": "soft"},
     "none": {},
 }
-BOTH = GpuLimits(memory="hard", memory_by="nvml-memory", cores="hard", cores_by="mps")
-NEITHER = GpuLimits(memory_by="nvml-memory", cores_by="mps")
+PAIR = ("nvml-memory", "limiter")
+BOTH = GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="limiter")
+MPS = GpuLimits(memory="soft", memory_by="mps", cores="hard", cores_by="mps")
 
 
 def gpu(model: str | None = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False) -> Gpu:
@@ -22,17 +24,15 @@ def gpu(model: str | None = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False
 @pytest.mark.parametrize(
     ("where", "mechanisms", "found"),
     [
-        pytest.param(gpu(), ("nvml-memory", "mps"), BOTH, id="each its resource, the first counts"),
-        pytest.param(gpu(mig=None), ("nvml-memory", "mps"), BOTH, id="a GPU without MIG"),
-        pytest.param(gpu(mig=True), ("nvml-memory", "mps"), NEITHER, id="MIG"),
+        pytest.param(gpu(), PAIR, BOTH, id="each its resource, the first counts"),
+        pytest.param(gpu(mig=None), PAIR, BOTH, id="a GPU without MIG"),
+        pytest.param(gpu(mig=True), PAIR, GpuLimits(memory_by="nvml-memory", cores_by="limiter"), id="MIG"),
+        pytest.param(gpu(mig=True), ("mps",), GpuLimits(memory_by="mps", cores_by="mps"), id="MPS with MIG"),
         pytest.param(
-            gpu("Tesla P100-PCIE-16GB"),
-            ("nvml-memory", "mps"),
-            GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps"),
-            id="older than Volta",
+            gpu("Tesla P100-PCIE-16GB"), ("mps",), GpuLimits(memory_by="mps", cores_by="mps"), id="MPS on a GPU older than Volta"
         ),
-        pytest.param(gpu("Tesla V100-SXM2-32GB"), ("nvml-memory", "mps"), BOTH, id="Volta"),
-        pytest.param(gpu("a new model"), ("nvml-memory", "mps"), BOTH, id="an unknown model"),
+        pytest.param(gpu("Tesla V100-SXM2-32GB"), ("mps",), MPS, id="MPS on Volta"),
+        pytest.param(gpu("a new model"), ("mps",), MPS, id="MPS on an unknown model"),
         pytest.param(
             gpu(mig=True),
             ("hami-core",),
@@ -49,20 +49,21 @@ def test_the_limits_of_a_gpu(where: Gpu, mechanisms: tuple[str, ...], found: Gpu
 
 
 def test_a_mechanism_that_the_node_can_not_use_limits_nothing() -> None:
-    found = gpu_limits(gpu(), ("nvml-memory", "mps"), STRENGTHS, {"mps": "no program"})
-    assert found == GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="mps")
-    assert str(found) == "memory hard (nvml-memory), cores none (mps can't be used)"
+    found = gpu_limits(gpu(), PAIR, STRENGTHS, {"limiter": "no library"})
+    assert found == GpuLimits(memory="hard", memory_by="nvml-memory", cores_by="limiter")
+    assert str(found) == "memory hard (nvml-memory), cores none (limiter can't be used)"
 
 
 def test_equal_gpus_are_described_together() -> None:
-    soft = GpuLimits(memory="soft", memory_by="mps", cores="soft", cores_by="mps")
+    soft = GpuLimits(memory="soft", memory_by="vcuda", cores="soft", cores_by="vcuda")
     text = describe_limits([(0, BOTH), (4, soft), (1, BOTH), (2, BOTH), (5, GpuLimits()), (7, BOTH)])
-    described, _, measured = text.partition("; measured: ")
+    described, measured, more = text.partition("; measured: limiter at ")
     assert described == (
-        "GPU 0-2,7: memory hard (nvml-memory), cores hard (mps); GPU 4: memory soft (mps), cores soft (mps); "
+        "GPU 0-2,7: memory hard (nvml-memory), cores soft (limiter); GPU 4: memory soft (vcuda), cores soft (vcuda); "
         "GPU 5: memory none, cores none"
     )
-    assert "measured" not in measured
+    assert measured
+    assert "measured" not in more
     assert describe_limits([]) == ""
 
 

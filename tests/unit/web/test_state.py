@@ -32,7 +32,7 @@ def share(letter: str = "a", **about: Any) -> Allocation:
     return replace(allocation(letter, POD, cores={0: 0b111}, blocks={0: 0b11}), **about)
 
 
-HARD = GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps")
+HARD = GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="limiter")
 
 
 def picture_of(*allocations: Allocation, processes: Mapping[int, GpuProcess] | None = None, **about: Any) -> NodeReport:
@@ -78,7 +78,7 @@ def test_the_node_and_its_health() -> None:
     assert (told["driver_version"], told["cuda_version"]) == ("550.54.15", "12.4")
     assert (told["ready"], told["not_ready"]) == (False, ["memory is not registered"])
     limits, _, measured = told["limits"].partition("; measured: ")
-    assert limits == "GPU 0: memory hard (nvml-memory), cores soft (mps); GPU 1: memory none, cores none"
+    assert limits == "GPU 0: memory hard (nvml-memory), cores soft (limiter); GPU 1: memory none, cores none"
     assert "H200" in measured
     assert document(picture_of())["gpus"][0]["limits"] is None
     assert told["health"] == {
@@ -153,7 +153,7 @@ def test_a_gpu_with_all_its_numbers() -> None:
         "temperature_celsius": 40.0,
         "power_watts": 71.5,
         "unattributed": {"processes": 2, "memory_bytes": 50},
-        "limits": {"memory": "hard", "memory_by": "nvml-memory", "cores": "soft", "cores_by": "mps"},
+        "limits": {"memory": "hard", "memory_by": "nvml-memory", "cores": "soft", "cores_by": "limiter"},
         "limits_excess_bytes": 0,
     }
 
@@ -209,7 +209,7 @@ def test_a_gpu_that_was_never_described_is_marked() -> None:
 
 def test_a_share_with_all_its_numbers() -> None:
     report = picture_of(
-        share(mechanisms=("nvml-memory", "mps")),
+        share(mechanisms=("nvml-memory", "limiter")),
         processes={7: process(7, 700, 0.5), 8: process(8, 50, 0.25)},
         over=frozenset({("a", name_of(0))}),
     )
@@ -234,7 +234,7 @@ def test_a_share_with_all_its_numbers() -> None:
         "over": True,
         "suspension": "",
         "suspension_reason": "",
-        "mechanisms": ["nvml-memory", "mps"],
+        "mechanisms": ["nvml-memory", "limiter"],
         "granted_at": float(ord("a")),
         "why": "a test",
     }

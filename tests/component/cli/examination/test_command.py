@@ -52,7 +52,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4", "--json")
     assert result.exit_code == 1
     found = json.loads(result.stdout.replace(str(folder), "DIR"))
-    cri, cgroups = found.pop(11), found.pop(11)  # they speak in the words of their stations
+    cri, cgroups = found.pop(12), found.pop(12)  # they speak in the words of their stations
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     burst = found.pop(-3)
     assert (burst["check"], burst["state"]) == ("burst", "skipped")
@@ -68,6 +68,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         ("driver", "skipped", "a simulated node has none", None),
         ("nvml", "ok", "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", None),
         ("device-nodes", "skipped", "a simulated node has none", None),
+        ("settings", "ok", "no settings in files that are not read", None),
         ("mode", "ok", "plugin: GPUs are offered by the device plugin API", None),
         ("kubelet", "error", "DIR/plugins is no folder", kubelet),
         ("pod-resources", "error", pods, pods_remedy),
@@ -93,7 +94,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 23
+    assert len(lines) == 24
     assert lines[1] == "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
     states = [line.split()[0] for line in lines]
     first = states.index("error")

@@ -71,7 +71,8 @@ def node(folder: Path) -> Node:
     [
         ("mps", "mps", "error", "NVIDIA's MPS control program 'no-such-program' was not found"),
         ("mps", "auto", "skipped", "this node can't use it: NVIDIA's MPS control program 'no-such-program' was not found"),
-        ("mps", "nvml-memory", "skipped", "this node can't use it: NVIDIA's MPS control program"),
+        ("mps", "nvml-memory", "skipped", "not used: enforcement.backend is nvml-memory"),
+        ("limiter", "nvml-memory", "ok", "this node can use it"),
         ("mps", "none", "skipped", "not used: enforcement.backend is none"),
         ("nvml-memory", "nvml-memory", "error", "the NVML library can't be loaded: "),
         ("nvml-memory", "auto", "skipped", "this node can't use it: the NVML library can't be loaded: "),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.examination import CheckResult
-from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders
+from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders, look_at_settings
 from gpumgr.kubelet.other_plugins import lock_node
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.store import NAME, SqliteCheckpoint, read_checkpoint
@@ -126,3 +126,11 @@ def test_the_command_reports_every_fault_before_the_agent_starts(folder: Path) -
         "folders": "can't be written: /proc/vm (container.allocation_dir): ",
     }.items():
         assert said[check].startswith(f"error {check} {message}")
+
+
+async def test_a_file_with_settings_that_no_command_reads_is_a_warning(folder: Path) -> None:
+    file = folder / "default"
+    assert (await look_at_settings(file)).state == "ok"
+    file.touch()
+    found = await look_at_settings(file)
+    assert (found.state, str(file) in found.message, "/etc/gpumgr/gpumgr.yaml" in (found.remedy or "")) == ("warning", True, True)

@@ -88,7 +88,7 @@ def test_what_waits_for_the_api_server() -> None:
     [
         pytest.param([share(mechanisms=("none",))], 1, id="none"),
         pytest.param([share(mechanisms=())], 1, id="granted before there were any"),
-        pytest.param([share(mechanisms=("nvml-memory", "mps"))], 0, id="two"),
+        pytest.param([share(mechanisms=("nvml-memory", "limiter"))], 0, id="two"),
         pytest.param([whole("t", ("team", "train"), 0)], 0, id="a whole GPU"),
         pytest.param([replace(share(mechanisms=()), anonymous=True)], 0, id="gpu-manager's"),
         pytest.param(

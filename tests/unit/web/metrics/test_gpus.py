@@ -136,9 +136,9 @@ def test_a_cordon_shows() -> None:
 
 def test_the_strength_of_each_gpus_limits_is_exported() -> None:
     limits = {
-        uuid_of(0): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="mps"),
+        uuid_of(0): GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by="limiter"),
         uuid_of(1): GpuLimits(),
     }
     found = ours(NodeReport(view=view_of(), gpu_limits=limits), "gpu_enforcement_info")
     # In the order of the labels' names: cores, cores_by, gpu, memory, memory_by.
-    assert found == {("soft", "mps", uuid_of(0), "hard", "nvml-memory"): 1.0, ("none", "", uuid_of(1), "none", ""): 1.0}
+    assert found == {("soft", "limiter", uuid_of(0), "hard", "nvml-memory"): 1.0, ("none", "", uuid_of(1), "none", ""): 1.0}
