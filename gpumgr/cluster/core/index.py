@@ -66,6 +66,8 @@ class ClusterIndex:
         self._nodes_of_gpu: defaultdict[str, set[str]] = defaultdict(set)
         self.assumed: set[str] = set()
         self._profiles = Profiles(max(1, cpu_per_gpu_milli // CORES_PER_GPU))
+        #: What `compacting` has made so far.
+        self._renumbered: Profiles | None = None
         self._node_sets: dict[Hashable, int] = {}
         #: For Question: what was asked -> (the state in which it was rejected, the rejection).
         self.rejections: dict[Hashable, tuple[Hashable, Rejection]] = {}
@@ -150,16 +152,24 @@ class ClusterIndex:
             if name not in self._stale:
                 continue  # another call has done it between two steps
             del self._stale[name]
-            if (node := self._nodes.get(name)) is not None:
-                self._profiles.put(node.state, self.used(name), node.cpu_free)
-            else:
-                self._profiles.remove(name)
+            self._settle_in(self._profiles, name)
+            if self._renumbered is not None:
+                self._settle_in(self._renumbered, name)
             yield
 
-    def compact(self) -> None:
-        """If `Profiles.compact` renumbers the nodes, also forgets removed ones."""
-        if self.profiles.compact():
-            self._versions = {name: version for name, version in self._versions.items() if name in self._nodes}
+    def compacting(self) -> Iterator[None]:
+        """If many slots are unused, renumbers the nodes and forgets removed ones, in steps, one for each node."""
+        if not self.profiles.sparse:
+            return
+        self._renumbered = renumbered = Profiles(self._profiles.cpu_per_core, self.numbering + 1)
+        for name in sorted(self._nodes):
+            self._settle_in(renumbered, name)
+            yield
+        former, self._profiles, self._renumbered = self._profiles, renumbered, None
+        self._versions = {name: version for name, version in self._versions.items() if name in self._nodes}
+        for name in [*former.places]:  # to free the memory of all at once takes up to 30 ms
+            former.remove(name)
+            yield
 
     # -- queries -----------------------------------------------------------------------------------------------------------
 
@@ -277,6 +287,12 @@ class ClusterIndex:
         self._versions[name] = self.version
         self.changed.add(name)
         self._stale[name] = None
+
+    def _settle_in(self, profiles: Profiles, name: str) -> None:
+        if (node := self._nodes.get(name)) is not None:
+            profiles.put(node.state, self.used(name), node.cpu_free)
+        else:
+            profiles.remove(name)
 
     def _count_cpu(self, name: str, cpu_milli: int) -> None:
         self._node(name).cpu_milli += cpu_milli

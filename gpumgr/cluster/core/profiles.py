@@ -31,7 +31,7 @@ _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
 #: For at most so many nodes, `rooms_of` collects the rooms node by node.
 _FEW: Final = 200
-#: Slots beyond twice the number of nodes. If there are more, `compact` renumbers the nodes, and names without a node get no slots.
+#: Slots beyond twice the number of nodes. If there are more, the index renumbers the nodes, and names without a node get no slots.
 _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
@@ -159,14 +159,10 @@ class Place(msgspec.Struct):
 
 class Profiles:
     """`rooms` are sorted by key. Sets of nodes: `all`; `with_gpus`; `with_mig`; `unnamed`, where the agent chooses the GPUs;
-    `short_of_cpu`, with less free CPU than their usable cores need. `numbering` changes when nodes get other slots."""
+    `short_of_cpu`, with less free CPU than their usable cores need. Sets of nodes with another `numbering` are void."""
 
-    def __init__(self, cpu_per_core: int) -> None:
-        self.cpu_per_core = cpu_per_core
-        self.numbering = 0
-        self._begin()
-
-    def _begin(self) -> None:
+    def __init__(self, cpu_per_core: int, numbering: int = 0) -> None:
+        self.cpu_per_core, self.numbering = cpu_per_core, numbering
         self.places: dict[str, Place] = {}
         #: Also has names without a node, so a node that is created (again) later has the same slot.
         self._slots: dict[str, int] = {}
@@ -200,7 +196,7 @@ class Profiles:
     def nodes_of(self, names: frozenset[str]) -> int:
         """The set of these nodes. Names without a node are in the set, too, unless they are too many."""
         for name in names.difference(self._slots):
-            if self._sparse:
+            if self.sparse:
                 names = names.intersection(self._slots)
                 break
             self._slot(name)
@@ -273,19 +269,9 @@ class Profiles:
             self._by_slot[place.slot] = None
 
     @property
-    def _sparse(self) -> bool:
+    def sparse(self) -> bool:
+        """Whether many slots are unused."""
         return len(self._slots) > 2 * len(self.places) + _UNUSED_SLOTS
-
-    def compact(self) -> bool:
-        """Renumbers the nodes if many slots are unused; returns whether it did. Sets of nodes from before are then void."""
-        if not self._sparse:
-            return False
-        left = sorted(self.places.values(), key=_name)
-        self._begin()
-        self.numbering += 1
-        for each in left:
-            self.put(each.state, each.profile.used, each.cpu_free)
-        return True
 
     def _enter(self, place: Place) -> None:
         """A group is kept only while it has nodes."""

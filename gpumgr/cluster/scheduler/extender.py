@@ -212,7 +212,7 @@ class Extender:
         while True:
             await asyncio.sleep(1)
             await in_slices(self._index.settling())
-            self._index.compact()
+            await in_slices(self._index.compacting())
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:

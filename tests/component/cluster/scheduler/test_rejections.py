@@ -174,7 +174,7 @@ async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full
         before = full.index.numbering
         for name in removed:
             full.index.remove_node(name)
-        full.index.compact()
+        list(full.index.compacting())
         assert full.index.numbering != before
 
     removing = asyncio.create_task(remove())  # it runs at the first pause of the look

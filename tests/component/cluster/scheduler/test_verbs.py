@@ -390,7 +390,7 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
         assert turns >= len(names)
 
 
-@pytest.mark.parametrize("which", ["each second", "before a page or a scrape"])
+@pytest.mark.parametrize("which", ["each second", "after many nodes have gone", "before a page or a scrape"])
 async def test_what_follows_from_many_changes_is_computed_in_slices(
     which: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +404,11 @@ async def test_what_follows_from_many_changes_is_computed_in_slices(
     monkeypatch.setattr(Profiles, "put", counted)
     for number in range(100):
         stage.index.set_node(node_of_equal_gpus(f"new-{number}", 100, 1000))
-    work = asyncio.create_task(stage.extender.run() if which == "each second" else NodeRows(stage.watches).refresh())
+    if which == "after many nodes have gone":
+        stage.index.node_set([f"gone-{number}" for number in range(1500)])
+        turns.clear()
+    refresh = which == "before a page or a scrape"
+    work = asyncio.create_task(NodeRows(stage.watches).refresh() if refresh else stage.extender.run())
     while len(turns) < 100:
         await asyncio.sleep(0)
         turn += 1
@@ -424,7 +428,7 @@ async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered
         stage.index.settle()
         for number in range(1100):
             stage.index.remove_node(f"new-{number}")
-        stage.index.compact()
+        list(stage.index.compacting())
         assert stage.index.numbering != numbering
     assert (await answer)["NodeNames"] == ["b"]
 
