@@ -197,7 +197,7 @@ class Session:
     async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
         """None if the driver has no events. A refused GPU makes the event set unusable, so a new set is made without it. A set inside a
         hanging call is not freed."""
-        wanted = uuids.keys() - self._worker.stuck.keys()
+        wanted = uuids.keys() - self._worker.stuck
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
             if handle is None:

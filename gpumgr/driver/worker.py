@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import NvmlError
 
 T = TypeVar("T")
@@ -44,35 +45,23 @@ class GpuBusy(NvmlError):
         super().__init__("an earlier call about this GPU has not ended")
 
 
-class _Round(msgspec.Struct, eq=False):
-    """One caller's jobs. `left`: how many have not ended."""
-
-    loop: asyncio.AbstractEventLoop
-    ended: asyncio.Future[None]
-    left: int
-
-
 class _Job(msgspec.Struct, kw_only=True, eq=False):
+    """One call. A thread sets `started` (monotonic seconds), `answer` (also an NvmlError) or `bug`, and `ended`, and then calls `on_end`.
+    `given_up`: the caller's answer if it does not wait for this call."""
+
     subject: Subject
     fn: Callable[[], Any]
     timeout_seconds: float
-    wait_seconds: float
-    round: _Round
-    queued: float = msgspec.field(default_factory=time.monotonic)
+    on_end: Callable[[], None]
     started: float | None = None
     ended: bool = False
-    timed_out: bool = False
-    gave_up: bool = False
+    given_up: NvmlError | None = None
     answer: Any = None
-    error: BaseException | None = None
+    bug: BaseException | None = None
 
     @property
-    def stuck_seconds(self) -> float:
-        """How long the call has run if it is over its limit, else 0.0."""
-        if self.started is None or self.ended:
-            return 0.0
-        running_seconds = time.monotonic() - self.started
-        return running_seconds if self.timed_out or running_seconds > self.timeout_seconds else 0.0
+    def hangs(self) -> bool:
+        return self.started is not None and not self.ended and time.monotonic() - self.started > self.timeout_seconds
 
 
 class NvmlWorker:
@@ -86,9 +75,9 @@ class NvmlWorker:
         self._closed = False
 
     @property
-    def stuck(self) -> Mapping[Subject, float]:
-        """GPU -> how long a call about it has run; only calls over their limit."""
-        return {subject: seconds for subject, job in [*self._running.items()] if (seconds := job.stuck_seconds)}
+    def stuck(self) -> frozenset[Subject]:
+        """The GPUs with a call over its time limit."""
+        return frozenset(subject for subject, job in [*self._running.items()] if job.hangs)
 
     async def call(self, fn: Callable[[], T], *, timeout_seconds: float, gpu: Subject = None) -> T:
         """Calls `fn` on a thread; returns its result or raises its error. `gpu`: the GPU that its NVML calls are about.
@@ -107,19 +96,26 @@ class NvmlWorker:
 
         GpuBusy: an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
         """
-        loop = asyncio.get_running_loop()
-        together = _Round(loop, loop.create_future(), len(fns))
-        jobs = [
-            _Job(subject=subject, fn=fn, timeout_seconds=timeout_seconds, wait_seconds=wait_seconds, round=together)
-            for subject, fn in fns.items()
-        ]
+        loop, settled, queued_at = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
+
+        def on_end() -> None:
+            if all(job.ended or job.given_up for job in jobs):
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(settled.set)
+
+        jobs = [_Job(subject=subject, fn=fn, timeout_seconds=timeout_seconds, on_end=on_end) for subject, fn in fns.items()]
         self._put(jobs)
         try:
-            while (seconds := self._attend(jobs)) is not None:
-                await asyncio.wait([together.ended], timeout=seconds)
-        finally:
-            self._withdraw(jobs)
-        return {job.subject: self._answer(job) for job in jobs}
+            while self._left(jobs, may_wait=time.monotonic() - queued_at < wait_seconds):
+                await wait_at_most(settled, _PATIENCE_SECONDS)
+                self._help(jobs)
+        finally:  # jobs of a caller that no longer waits never begin
+            with self._changed:
+                self._waiting = [job for job in self._waiting if job not in jobs]
+        for job in jobs:
+            if job.bug is not None:
+                raise job.bug
+        return {job.subject: job.given_up or job.answer for job in jobs}
 
     async def finish(self, *, timeout_seconds: float) -> None:
         """Waits for all calls made so far. Raises NvmlError if one does not end in time."""
@@ -148,59 +144,28 @@ class NvmlWorker:
             self._waiting += jobs
             if self._idle:
                 self._changed.notify()
-            elif all(job.stuck_seconds for job in self._running.values()):
+            elif all(job.hangs for job in self._running.values()):
                 self._start()
 
-    def _attend(self, jobs: list[_Job]) -> float | None:
-        """Marks calls over their time limit, and starts a thread if calls have waited too long for one. Returns after how many seconds it
-        must be called again; None if no call is left."""
-        now = time.monotonic()
-        due: list[float] = []
-        without_thread = False
+    def _left(self, jobs: list[_Job], *, may_wait: bool) -> bool:
+        """Gives up jobs about GPUs that hang and, unless jobs `may_wait`, about busy GPUs. Returns whether a job is left."""
         with self._changed:
             for job in jobs:
-                if job.ended or job.timed_out or job.gave_up:
-                    continue
-                if job.started is not None:
-                    seconds_left = job.started + job.timeout_seconds - now
-                    job.timed_out = seconds_left <= 0
-                    due += [] if job.timed_out else [seconds_left]
-                    continue
                 before = self._running.get(job.subject)
-                if before is not None and job.subject is not None and now >= job.queued + job.wait_seconds:
-                    job.gave_up = not before.stuck_seconds
-                if job.gave_up:
-                    self._waiting.remove(job)
-                    job.round.left -= 1
-                elif before is None or not before.stuck_seconds:
-                    due.append(_PATIENCE_SECONDS)
-                    without_thread |= before is None and now >= job.queued + _PATIENCE_SECONDS
-            if without_thread and not self._idle:
-                self._start()
-        return min(due, default=None)
+                if before is None or job.ended or job.given_up:
+                    continue
+                if before.hangs:
+                    job.given_up = _hang(before)
+                elif before is not job and not may_wait and job.subject is not None:
+                    job.given_up = GpuBusy()
+            self._waiting = [job for job in self._waiting if not job.given_up]
+            return not all(job.ended or job.given_up for job in jobs)
 
-    def _withdraw(self, jobs: list[_Job]) -> None:
-        """Jobs of a caller that no longer waits never begin."""
+    def _help(self, jobs: list[_Job]) -> None:
+        """Starts a thread if one of these jobs waits only for a thread."""
         with self._changed:
-            for job in [job for job in jobs if job in self._waiting]:
-                self._waiting.remove(job)
-                job.round.left -= 1
-
-    def _answer(self, job: _Job) -> Any:
-        if job.gave_up:
-            return GpuBusy()
-        if not job.ended:
-            return self._hangs(job)
-        if job.error is not None and not isinstance(job.error, NvmlError):
-            raise job.error
-        return job.answer if job.error is None else job.error
-
-    def _hangs(self, job: _Job) -> NvmlError:
-        if job.subject is not None:
-            return GpuHangs(job.subject)
-        if job.started is not None:
-            return NvmlError(f"NVML gave no answer within {job.timeout_seconds:g} s: the driver hangs")
-        return NvmlError(f"NVML has not answered for {self.stuck.get(None, 0.0):.1f} s: the driver hangs")
+            if not self._idle and any(job in self._waiting and job.subject not in self._running for job in jobs):
+                self._start()
 
     # -- the threads' side -----------------------------------------------------------------------------------------------
 
@@ -211,8 +176,10 @@ class NvmlWorker:
         while (job := self._next()) is not None:
             try:
                 job.answer = job.fn()
+            except NvmlError as exc:
+                job.answer = exc
             except BaseException as exc:  # every error goes to the caller
-                job.error = exc
+                job.bug = exc
             self._end(job)
 
     def _next(self) -> _Job | None:
@@ -235,11 +202,13 @@ class NvmlWorker:
         with self._changed:
             job.ended = True
             del self._running[job.subject]
-            job.round.left -= 1
-            last = not job.round.left
-        if last:
-            with suppress(RuntimeError):  # the loop has been closed
-                job.round.loop.call_soon_threadsafe(job.round.ended.set_result, None)
+        job.on_end()
+
+
+def _hang(job: _Job) -> NvmlError:
+    if job.subject is not None:
+        return GpuHangs(job.subject)
+    return NvmlError(f"NVML gave no answer within {job.timeout_seconds:g} s: the driver hangs")
 
 
 def _do_nothing() -> None:

@@ -73,7 +73,7 @@ async def test_gpus_that_hang_cost_a_thread_each_and_the_others_nothing(worker: 
             await worker.call(lambda: 1, timeout_seconds=5, gpu=3)
         assert await worker.call(lambda: 1, timeout_seconds=5, gpu=4) == 1
         assert await worker.call(lambda: 2, timeout_seconds=5) == 2
-        assert worker.stuck.keys() == {0, 3}
+        assert worker.stuck == {0, 3}
         await until(lambda: len(threads()) == 3)
         with pytest.raises(NvmlError, match=r"a call about GPU[03] hangs"):
             await worker.finish(timeout_seconds=5)
