@@ -2,11 +2,9 @@
 
 The objects are core/v1 Events without `eventTime`, so the API server does not apply the validation of events.k8s.io.
 
-`EventRecorder` has the rules and constants of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go):
-1. Aggregation: from the tenth different message on, events of one object, type and reason share one Event object with the latest message.
-   Ten minutes without such an event end this.
-2. Counting: an event with the same message increments the count of its object.
-3. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; more are dropped. Unlike client-go's default, the key has
+`EventRecorder` has two rules of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go), with its constants:
+1. Counting: an event with the same message increments the count of its object.
+2. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; more are dropped. Unlike client-go's default, the key has
    the type (option SpamKeyFunc), so that many Normal events drop no Warning.
 """
 
@@ -17,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.desired import Desired, TokenBucket
@@ -33,11 +30,8 @@ _MAX_IDS_BYTES: Final = 256
 #: The name of an object has at most 253 characters; 17 are for the suffix.
 _MAX_NAME: Final = 236
 
-AGGREGATE_EVENTS: Final = 10
-AGGREGATE_SECONDS: Final = 600.0
 SPAM_BURST: Final = 25
 SPAM_PER_SECOND: Final = 1 / 300
-AGGREGATE_PREFIX: Final = "(combined from similar events): "
 #: The most records of each kind. client-go keeps 4096.
 MAX_RECORDS: Final = 1024
 
@@ -81,7 +75,6 @@ class EventSeries(Desired):
     what = "event"
     rights = "create and patch on events"
     event: Event
-    text: str
     first_at: float
     last_at: float
     count: int = 0
@@ -90,7 +83,7 @@ class EventSeries(Desired):
     @classmethod
     def once(cls, event: Event, at: float) -> "EventSeries":
         """The series of an event that occurs once."""
-        return cls(event=event, text=event.text(), first_at=at, last_at=at, count=1)
+        return cls(event=event, first_at=at, last_at=at, count=1)
 
     @property
     def path(self) -> str:
@@ -137,7 +130,7 @@ class EventSeries(Desired):
         self.created = True
 
     def patch(self) -> Body:
-        return {"message": self.text, "count": self.count, "lastTimestamp": timestamp(self.last_at)}
+        return {"message": self.event.text(), "count": self.count, "lastTimestamp": timestamp(self.last_at)}
 
 
 def pod_ref(pod: PodKey, uid: str) -> ObjectRef:
@@ -162,46 +155,19 @@ def timestamp(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-_Group = tuple[ObjectRef, bool, str]
-
-
-class _Similar(msgspec.Struct):
-    """The different messages of a group. `at`: the time of its last event, in monotonic seconds."""
-
-    at: float
-    texts: dict[str, None] = msgspec.field(default_factory=dict)
-
-
 class EventRecorder:
     """Correlates events. Keeps the MAX_RECORDS most recently used records of each kind."""
 
     def __init__(self) -> None:
-        self._similar: dict[_Group, _Similar] = {}
-        self._series: dict[tuple[_Group, str | None], EventSeries] = {}
+        self._series: dict[Event, EventSeries] = {}
         self._buckets: dict[tuple[ObjectRef, bool], TokenBucket] = {}
 
     def record(self, event: Event, now: float, wall: float) -> EventSeries | None:
         """Adds an occurrence to its series; returns None if the spam filter drops it. `now`: monotonic seconds. `wall`: unix seconds."""
-        group, text = (event.about, event.warning, event.reason), event.text()
-        aggregated = self._is_aggregated(group, text, now)
-        if aggregated:
-            text, event = cut(AGGREGATE_PREFIX + text, MAX_MESSAGE_BYTES), replace(event, allocations=())
-        key = (group, None if aggregated else text)
-        series = _recent(self._series, key, lambda: EventSeries(event=event, text=text, first_at=wall, last_at=wall))
-        series.text, series.count, series.last_at = text, series.count + 1, wall
+        series = _recent(self._series, event, lambda: EventSeries(event=event, first_at=wall, last_at=wall))
+        series.count, series.last_at = series.count + 1, wall
         bucket = _recent(self._buckets, (event.about, event.warning), lambda: TokenBucket(SPAM_PER_SECOND, SPAM_BURST, now))
         return series if bucket.take(now) == 0 else None
-
-    def _is_aggregated(self, group: _Group, text: str, now: float) -> bool:
-        similar = _recent(self._similar, group, lambda: _Similar(now))
-        if now - similar.at > AGGREGATE_SECONDS:
-            similar.texts.clear()
-        similar.at = now
-        similar.texts[text] = None
-        if len(similar.texts) < AGGREGATE_EVENTS:
-            return False
-        del similar.texts[next(iter(similar.texts))]
-        return True
 
 
 def _recent(records: dict[K, T], key: K, make: Callable[[], T]) -> T:

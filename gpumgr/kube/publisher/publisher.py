@@ -162,7 +162,7 @@ class Publisher:
         self._put(self._annotations)
 
     def record(self, event: Event) -> None:
-        """Equal and similar events share an object (gpumgr.kube.publisher.events)."""
+        """Equal events share an object (gpumgr.kube.publisher.events)."""
         series = self._recorder.record(event, self._clock(), self._wall())
         if series is None:
             self._log.drop(len(self._queue), "more events about one object than the spam filter allows")

@@ -13,8 +13,7 @@ WEB = pod_ref(("team", "web"), "u")
 def body(about: Any = WEB, message: str = "m", reason: str = "R", warning: bool = True, ids: tuple[str, ...] = ()) -> Body:
     """The JSON body of an event that occurred once."""
     event = Event(about=about, reason=reason, message=message, warning=warning, allocations=ids)
-    series = EventSeries(event=event, text=event.text(), first_at=1_800_000_000.5, last_at=1_800_000_000.5, count=1)
-    parsed: Body = json.loads(json.dumps(series.body("node-1")))
+    parsed: Body = json.loads(json.dumps(EventSeries.once(event, 1_800_000_000.5).body("node-1")))
     return parsed
 
 
