@@ -7,14 +7,12 @@ once for each pod; the order of calls identifies the container that requests the
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.history import CallRecord
-from gpumgr.agent.pods import PodEnds, find_pod
+from gpumgr.agent.pods import Listings, PodEnds, find_pod
 from gpumgr.agent.ports import PodResources, Pods
-from gpumgr.common.errors import KubeletError, Refusal
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, Resource, other_resource
 from gpumgr.ledger.callers import (
     UNKNOWN_CALLER,
@@ -25,7 +23,7 @@ from gpumgr.ledger.callers import (
     reuser,
     waits_for,
 )
-from gpumgr.ledger.choose import Choice, Request
+from gpumgr.ledger.choose import Request
 from gpumgr.ledger.ids import Masks, common, count, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.sweep import freed_by_offer, named_by, not_shown, shown, unlisted
@@ -49,13 +47,6 @@ class ListFailedError(Refusal):
     after retries for that time."""
 
 
-class Pending(msgspec.Struct, frozen=True, kw_only=True):
-    """An answered GetPreferredAllocation call; the Allocate for it must be the next call."""
-
-    record: CallRecord
-    choice: Choice
-
-
 class Admission:
     """State between the kubelet's calls, which the agent handles one at a time."""
 
@@ -68,60 +59,25 @@ class Admission:
         pod_wait_seconds: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        self._pods = pods
-        self._pod_resources = pod_resources
-        self._pod_ends = pod_ends
+        self._pods, self._pod_ends = pods, pod_ends
+        self.listings = Listings(pods, pod_resources, clock=clock)
         #: Allocations that were kept although the kubelet offered their ids again.
         self._kept: AbstractSet[AllocationId] = frozenset()
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
-        #: Listed pod -> number of the `List` call that first showed it. A new pod under an old name counts anew.
-        self._seen: dict[PodKey, int] = {}
-        self._uids: dict[PodKey, str] = {}
-        self._looks = 0
-        self._unavailable: str | None = None
-        self._incomplete_until = float("-inf")
         self._spare_look_at = float("-inf")
         self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
-        self.pending: Pending | None = None
         #: Number of the last GetPreferredAllocation or Allocate, and when it arrived.
         self.call = 0
         self._called_at = float("-inf")
         #: UIDs of refused pods that the cache does not show as ended yet.
         self._refused: frozenset[str] = frozenset()
 
-    async def list_pods(self) -> Listing | None:
-        """None if the kubelet does not answer; each new reason is logged once."""
-        try:
-            listing = await self._pod_resources.list()
-        except KubeletError as error:
-            if self._unavailable != str(error):
-                self._unavailable = str(error)
-                log.warning("pod_resources_unavailable", error=self._unavailable)
-            return None
-        self._unavailable = None
-        self._looks += 1
-        self._number(listing)
-        return listing
-
-    def _number(self, listing: Listing) -> None:
-        """Records which `List` call showed each pod first. Only the UID distinguishes a new pod from a refused one of the same name that
-        `List` still shows."""
-        uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
-        recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
-        numbers = {pod: self._looks if pod in recreated else self._seen.get(pod, self._looks) for pod in listing.pods}
-        # A restarted kubelet adds its pods in the order of their creation. So a pod that it does not list has ended if it is older than the
-        # newest listed one.
-        newest, incomplete = max(numbers.values(), default=0), self._clock() < self._incomplete_until
-        kept = {pod: number for pod, number in self._seen.items() if incomplete and number > newest}
-        self._seen = {**kept, **numbers}
-        self._uids = {pod: uid for pod in self._seen if (uid := uids.get(pod) or self._uids.get(pod))}
-
     def kubelet_restarted(self, incomplete_seconds: float) -> None:
         """For `incomplete_seconds` after the restart a pod that `List` lacks may still run."""
-        self._incomplete_until = self._clock() + incomplete_seconds
+        self.listings.incomplete_until = self._clock() + incomplete_seconds
         # A restarted kubelet admits a refused pod again if the API server does not know yet that the pod has failed.
         self._refused = frozenset()
 
@@ -138,7 +94,7 @@ class Admission:
         contested = bool(common(ledger.held(resource), offered))
         if follows is not None and not contested and not self._spare_look():
             return ledger, follows
-        listing: Listing | Caller | None = await self.list_pods()
+        listing: Listing | Caller | None = await self.listings.list()
         if listing is None:
             listing = follows or await self._only_or_listed(ledger, resource, size, list_failed=True)
         if isinstance(listing, Caller):
@@ -161,7 +117,7 @@ class Admission:
             and (successor := self._successor(ledger, left_by, resource, size))
         ):
             return handed_on(ledger, resource, masks, left_by.pod), successor
-        if ledger.holders(resource, masks) and (listing := await self.list_pods()) is not None:
+        if ledger.holders(resource, masks) and (listing := await self.listings.list()) is not None:
             # The ids are held, but their holder may have just ended: without `List` this call would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
@@ -187,9 +143,8 @@ class Admission:
     def granted(self, caller: Caller, allocation: Allocation) -> None:
         self.current, self._granted, self._granted_at = caller, allocation.id, self._clock()
         if caller.pod is not None and caller.view is None:
-            # The UID on record may be an earlier pod's. If it stayed, `_number` would take this pod for a recreated one once its UID is
-            # known.
-            self._uids.pop(caller.pod, None)
+            # The UID on record may be an earlier pod's. If it stayed, this pod would count as recreated once its UID is known.
+            self.listings.forget_uid(caller.pod)
 
     def refused(self, caller: Caller) -> None:
         """Call it after a refusal: the kubelet's next call is then for another pod."""
@@ -214,9 +169,7 @@ class Admission:
         # `List` does not show these ids. So a listed pod of the same name may be a new one, unless the former pod certainly runs.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
-        for pod in self._seen.keys() & renewed:
-            self._seen[pod] = self._looks
-            self._uids.pop(pod, None)
+        self.listings.renew(renewed)
         self._kept &= freed.allocations.keys()
         self._log_kept(kept, ended)
         return freed
@@ -234,7 +187,7 @@ class Admission:
         """Whether the allocation's pod has ended: `List` lacks it, and the API server confirms its end. Without a UID, a new pod of the
         same name in `List` shows the end."""
         if a.uid is None:
-            return a.pod is not None and a.pod in listing and self._is_new(a.pod) and not unlisted(a)
+            return a.pod is not None and a.pod in listing and self.listings.is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
             return False
         view = find_pod(self._pods, a.pod, a.uid)
@@ -243,10 +196,10 @@ class Admission:
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If the cache lacks
         one of the pods listed last, it may be that one."""
-        found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
-        newest = max((self._seen[pod] for pod in listing.pods), default=0)
-        late = any(self._seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
-        if found is not None and found.pod is not None and (self._seen[found.pod] == newest or not late):
+        found = find_caller(ledger, listing, self._pods.get, resource, size, self.listings.first_seen)
+        newest = max((self.listings.first_seen[pod] for pod in listing.pods), default=0)
+        late = any(self.listings.first_seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
+        if found is not None and found.pod is not None and (self.listings.first_seen[found.pod] == newest or not late):
             return found
         pod = self._likely(ledger, listing)
         if pod is None:
@@ -254,7 +207,7 @@ class Admission:
         wait_seconds = max(self._pod_wait_seconds(), REPLICA_POD_SECONDS if resource == "replica" else 0.0)
         view = self._pods.get(pod)
         if (view is None or view.ended) and await self._pods.wait_for(pod, wait_seconds):
-            found = find_caller(ledger, listing, self._pods.get, resource, size, self._seen)
+            found = find_caller(ledger, listing, self._pods.get, resource, size, self.listings.first_seen)
             if found is not None:
                 return found
         return Caller(pod=pod, continues=self._open(ledger, pod, resource, size) or _half(ledger, listing, pod, resource))
@@ -264,7 +217,7 @@ class Admission:
         last = self._last(ledger)
 
         def rank(pod: PodKey) -> tuple[int, bool, bool, PodKey]:
-            return self._seen[pod], last is not None and pod == last.pod, self._pods.get(pod) is None, pod
+            return self.listings.first_seen[pod], last is not None and pod == last.pod, self._pods.get(pod) is None, pod
 
         def may_wait(pod: PodKey) -> bool:
             view = self._pods.get(pod)
@@ -273,9 +226,6 @@ class Admission:
             return view is None or view.ended or next_container(ledger, view) is not None
 
         return max(filter(may_wait, listing.pods), key=rank, default=None)
-
-    def _is_new(self, pod: PodKey) -> bool:
-        return self._seen[pod] == self._looks
 
     # -- by the order of calls -----------------------------------------------------------------------------------------------
 
@@ -301,13 +251,13 @@ class Admission:
             return UNKNOWN_CALLER
         if len(callers) == 1 and resource != "replica" and not (callers[0].view and callers[0].view.placed):
             return callers[0]
-        if not list_failed and (listing := await self.list_pods()) is not None:
+        if not list_failed and (listing := await self.listings.list()) is not None:
             return listing
         pods = ", ".join("/".join(each.pod) if each.pod else "an unknown pod" for each in callers[:3])
         raise ListFailedError(
             "conflict",
             f"only the kubelet's PodResources API can show which pod requests these {size} {resource} ids, and it did not answer for "
-            f"{LIST_AGAIN_SECONDS:g} s ({self._unavailable}); {len(callers)} of the known pods wait for as many ({pods}); the pod's "
+            f"{LIST_AGAIN_SECONDS:g} s ({self.listings.failure}); {len(callers)} of the known pods wait for as many ({pods}); the pod's "
             "controller must replace the pod",
         )
 

@@ -1,15 +1,19 @@
-"""The pods that an allocation belongs to (several if they use one ResourceClaim), and whether they have ended."""
+"""The pods that an allocation belongs to (several if they use one ResourceClaim), whether they have ended, and which pods the kubelet
+lists."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.ports import Pods, Runtime
-from gpumgr.common.errors import CriError
+from gpumgr.agent.ports import PodResources, Pods, Runtime
+from gpumgr.common.errors import CriError, KubeletError
 from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest, Ledger
-from gpumgr.placement.pods import NO_RESIZE, PodKey, PodSandbox, PodView, ResizeRequest, is_static_uid
+from gpumgr.placement.pods import NO_RESIZE, Listing, PodKey, PodSandbox, PodView, ResizeRequest, is_static_uid
+
+log = structlog.get_logger(__name__)
 
 
 def find_pod(pods: Pods, pod: PodKey | None, uid: str | None) -> PodView | None:
@@ -157,3 +161,57 @@ class PodEnds:
 def _is_of(sandbox: PodSandbox, a: Allocation) -> bool:
     """The ledger may have the UID of a static pod's mirror pod, which the runtime does not know."""
     return sandbox.uid == a.uid or (sandbox.pod == a.pod and (a.uid is None or is_static_uid(sandbox.uid)))
+
+
+class Listings:
+    """Calls PodResources `List`, and records which call showed each pod first. `clock` is monotonic, in seconds."""
+
+    def __init__(self, pods: Pods, pod_resources: PodResources, *, clock: Callable[[], float]) -> None:
+        self._pods, self._pod_resources, self._clock = pods, pod_resources, clock
+        #: Listed pod -> number of the call that first showed it. A new pod under an old name counts anew.
+        self.first_seen: dict[PodKey, int] = {}
+        self._uids: dict[PodKey, str] = {}
+        self._calls = 0
+        #: Why the last call failed; None if it succeeded.
+        self.failure: str | None = None
+        #: Until then a pod that `List` lacks may still run.
+        self.incomplete_until = float("-inf")
+
+    async def list(self) -> Listing | None:
+        """None if the kubelet does not answer; each new reason is logged once."""
+        try:
+            listing = await self._pod_resources.list()
+        except KubeletError as error:
+            if self.failure != str(error):
+                self.failure = str(error)
+                log.warning("pod_resources_unavailable", error=self.failure)
+            return None
+        self.failure = None
+        self._calls += 1
+        self._number(listing)
+        return listing
+
+    def _number(self, listing: Listing) -> None:
+        """Only the UID distinguishes a new pod from a refused one of the same name that `List` still shows."""
+        uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
+        recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
+        numbers = {pod: self._calls if pod in recreated else self.first_seen.get(pod, self._calls) for pod in listing.pods}
+        # A restarted kubelet adds its pods in the order of their creation. So a pod that it does not list has ended if it is older than the
+        # newest listed one.
+        newest, incomplete = max(numbers.values(), default=0), self._clock() < self.incomplete_until
+        kept = {pod: number for pod, number in self.first_seen.items() if incomplete and number > newest}
+        self.first_seen = {**kept, **numbers}
+        self._uids = {pod: uid for pod in self.first_seen if (uid := uids.get(pod) or self._uids.get(pod))}
+
+    def is_new(self, pod: PodKey) -> bool:
+        """Whether the last call showed this pod first."""
+        return self.first_seen[pod] == self._calls
+
+    def renew(self, pods: Collection[PodKey | None]) -> None:
+        """Lets pods of these names count as new, if they are listed."""
+        for pod in self.first_seen.keys() & pods:
+            self.first_seen[pod] = self._calls
+            self.forget_uid(pod)
+
+    def forget_uid(self, pod: PodKey) -> None:
+        self._uids.pop(pod, None)

@@ -109,7 +109,7 @@ class Reconciler:
             if not agent_state.ledger.allocations:
                 self._absent = {}
                 return True
-            listing = await self._admission.list_pods()
+            listing = await self._admission.listings.list()
             if listing is None:
                 return True
             synced = self._pods.synced
@@ -182,7 +182,7 @@ class Reconciler:
     async def adopt_locked(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
         """As `adopt`, without publishing. The caller holds the agent state's lock."""
         ledger = self._agent_state.ledger
-        listing = await self._admission.list_pods()
+        listing = await self._admission.listings.list()
         if listing is not None:
             # With this patience the sweep frees nothing, it only sets names.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError, Pending
+from gpumgr.agent.admission import LIST_AGAIN_SECONDS, LIST_PAUSE_SECONDS, Admission, ListFailedError
 from gpumgr.agent.container_starts import ContainerStarts, pre_start
 from gpumgr.agent.history import CallRecord
 from gpumgr.agent.inventory import Inventory
@@ -42,6 +42,13 @@ log = structlog.get_logger(__name__)
 PLACEMENT_IGNORED: Final = "GpuPlacementIgnored"
 
 _T = TypeVar("_T")
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """An answered GetPreferredAllocation call; the Allocate for it must be the next call."""
+
+    record: CallRecord
+    choice: Choice
 
 
 class AgentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +81,7 @@ class Agent:
         self.container_starts = starts
         self.mig_devices = MigDevices(agent_state, mig_driver)
         self._share_mode = share_mode
+        self._pending: Pending | None = None
 
     def view(self) -> AgentView:
         state = self.agent_state
@@ -82,7 +90,7 @@ class Agent:
     async def prefer(self, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         """GetPreferredAllocation: `size` ids to allocate. Raises Refusal; the kubelet rejects the pod with its message."""
         with self._recording("prefer", resource, size) as record:
-            self.admission.pending = None
+            self._pending = None
             return await self._until_listed(lambda: self._prefer(record, available, must_include))
 
     async def allocate(self, resource: Resource, device_ids: Sequence[str]) -> ContainerResponse:
@@ -154,7 +162,7 @@ class Agent:
         self.admission.refuse_placed(caller)
         self._refuse_share(caller, resource, size)
         choice = choose_instances(ledger, request) if resource == "mig" else await self._choose(caller, request)
-        self.admission.pending = Pending(record=record, choice=choice)
+        self._pending = Pending(record=record, choice=choice)
         self.reconciler.preferred()
         return gpu_registry.format(resource, choice.masks)
 
@@ -200,7 +208,7 @@ class Agent:
     # -- Allocate ----------------------------------------------------------------------------------------------------------
 
     async def _allocate(self, record: CallRecord, device_ids: Sequence[str]) -> ContainerResponse:
-        pending, self.admission.pending = self.admission.pending, None
+        pending, self._pending = self._pending, None
 
         async def decide() -> tuple[Allocation, str | None, ContainerResponse | None]:
             """The response is None for a reservation."""

@@ -11,7 +11,8 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.hami_formats import MIG_ALLOCATIONS
 from gpumgr.kube.pod_annotations import is_ours
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
+from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kube.watched import Watched
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 

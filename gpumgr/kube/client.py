@@ -1,4 +1,4 @@
-"""The connection to the API server: requests, renewal of credentials, and which rights an account has."""
+"""The connection to the API server: requests, their errors, and renewal of credentials."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, Self
 import aiohttp
 import msgspec
 import structlog
-from msgspec.structs import asdict
 
 from gpumgr.common.aio import run_shielded
 from gpumgr.common.errors import GpumgrError, SettingsError
@@ -48,8 +47,6 @@ _WRITE_TIMEOUT: Final = aiohttp.ClientTimeout(total=30, sock_connect=5)
 #: The shortest time between two reads of refused credentials, because a read may run a program.
 _RENEW_SECONDS: Final = 5.0
 MAX_RETRY_AFTER_SECONDS: Final = 120.0
-
-_REVIEWS: Final = "authorization.k8s.io/v1"
 
 #: These options detect a peer that vanished without closing the connection (power, network) within about half a minute.
 _TCP_OPTIONS: Final = (
@@ -321,41 +318,3 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
     """In seconds; 0.0 if it is missing or a date."""
     wanted = response.headers.get("Retry-After", "")
     return float(wanted) if wanted.isascii() and wanted.isdigit() else 0.0
-
-
-class Right(msgspec.Struct, frozen=True, kw_only=True):
-    """One verb on one resource. `group` "" is the core API group. `namespace` None means all namespaces."""
-
-    verb: str
-    resource: str
-    subresource: str | None = None
-    group: str = ""
-    namespace: str | None = None
-    name: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.verb} {'/'.join(filter(None, (self.resource, self.subresource)))}"
-
-
-class _Verdict(msgspec.Struct):
-    allowed: bool = False
-
-
-class _Review(msgspec.Struct):
-    status: _Verdict
-
-
-async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
-    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews.
-
-    Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
-    """
-    kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
-    attributes = {key: value for key, value in asdict(right).items() if value is not None}
-    spec = {"resourceAttributes": attributes} | ({} if user is None else {"user": user})
-    body = {"apiVersion": _REVIEWS, "kind": kind, "spec": spec}
-    answer = await server.read("POST", f"/apis/{_REVIEWS}/{kind.lower()}s", body)
-    try:
-        return convert(answer, _Review).status.allowed
-    except UnreadableText as error:
-        raise GpumgrError(f"the API server's answer is no {kind}: {error}") from error

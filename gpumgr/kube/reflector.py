@@ -9,12 +9,11 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,19 +21,17 @@ import structlog
 
 from gpumgr.common.aio import LogPace
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.foreign_text import LONG_BYTES, UnreadableText, decode_answer, decode_stored, on_thread_if_long
+from gpumgr.common.foreign_text import UnreadableText, decode_answer
 from gpumgr.kube.client import (
     API_FAILURES,
     MAX_RETRY_AFTER_SECONDS,
     REQUEST_TIMEOUT,
-    UNREADABLE,
     AnswerError,
     ApiServer,
     answer_error,
     failure_text,
-    unreadable_text,
 )
-from gpumgr.kube.publisher.events import Event, EventSeries, ObjectRef
+from gpumgr.kube.watched import ObjectReader, T, Watched, metadata_of
 
 _log = structlog.get_logger(__name__)
 
@@ -42,19 +39,6 @@ _PAGE = "500"
 #: In seconds. `_SHORTEST_WATCH` is the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
-UNREADABLE_REASON: Final = "GpumgrCannotRead"
-#: The most events after a list, because users can store any number of unreadable objects.
-_MOST_EVENTS: Final = 20
-#: The last part of a watch's path -> the kind of its objects, which the items of a list lack.
-_KINDS: Final = {
-    "pods": "Pod",
-    "nodes": "Node",
-    "configmaps": "ConfigMap",
-    "resourcequotas": "ResourceQuota",
-    "resourceclaims": "ResourceClaim",
-    "resourceclaimtemplates": "ResourceClaimTemplate",
-    "resourceslices": "ResourceSlice",
-}
 #: After this many objects the event loop runs other tasks.
 _SLICE = 50
 
@@ -76,26 +60,7 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Metadata(msgspec.Struct, rename="camel"):
-    resource_version: str = ""
-    uid: str = ""
-    namespace: str = ""
-    name: str = ""
-
-
-class _Item(msgspec.Struct):
-    metadata: _Metadata
-
-
 _K = TypeVar("_K")
-
-
-class Keyed(Protocol):
-    @property
-    def uid(self) -> str: ...
-
-
-T = TypeVar("T", bound=Keyed)
 
 
 class WatchTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,57 +101,6 @@ class ExpiredError(GpumgrError):
     """The resource version is too old (410), or the stream is malformed. All objects must be listed again."""
 
 
-class Watched(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """The selected objects of a path. `decode` takes the JSON of an object; if it returns None, the object is ignored. `parse` takes the
-    result of `decode`. For objects with more than `thread_bytes` both run on a thread. `write_events`: whether an object that can't be read
-    gets an event now."""
-
-    path: str
-    query: Mapping[str, str] = msgspec.field(default_factory=dict)
-    parse: Callable[[Any], T]
-    decode: Callable[[msgspec.Raw], Any] = decode_stored
-    thread_bytes: int = LONG_BYTES
-    write_events: Callable[[], bool] = lambda: True
-
-
-class _UnreadableObjects:
-    """`reasons`: UID -> why the object can't be read."""
-
-    def __init__(self, server: ApiServer, path: str, write_events: Callable[[], bool]) -> None:
-        self._server, self._path, self._write_events = server, path, write_events
-        self.reasons: dict[str, str] = {}
-        self._events_left = _MOST_EVENTS
-        #: The event loop has only weak references to tasks.
-        self._writing: set[asyncio.Task[None]] = set()
-
-    def listed(self, uids: set[str]) -> None:
-        """Call it after a list. `uids`: the listed objects that can't be read."""
-        self.reasons = {uid: why for uid, why in self.reasons.items() if uid in uids}
-        self._events_left = _MOST_EVENTS
-
-    def add(self, uid: str, namespace: str, name: str, error: Exception) -> None:
-        """`uid` is "" for an object without one."""
-        if uid in self.reasons:
-            return
-        why = self.reasons[uid] = unreadable_text(error)
-        shown = "/".join(filter(None, (namespace, name))) or None
-        _log.warning("api_object_unreadable", path=self._path, name=shown, uid=uid, error=why)
-        if uid and self._events_left > 0 and self._write_events():
-            self._events_left -= 1
-            task = asyncio.create_task(self._write(uid, namespace, name, why), name="unreadable_object_event")
-            self._writing.add(task)
-            task.add_done_callback(self._writing.discard)
-
-    async def _write(self, uid: str, namespace: str, name: str, why: str) -> None:
-        _, root, *parts = self._path.split("/")
-        version, kind = "/".join(parts[: 1 if root == "api" else 2]), _KINDS.get(parts[-1], parts[-1])
-        about = ObjectRef(kind=kind, namespace=namespace, name=name, uid=uid, api_version=version)
-        text = f"gpumgr can't read this object ({why}) and continues with its last readable state; correct or delete it"
-        event, now = Event(about=about, reason=UNREADABLE_REASON, message=text, warning=True), time.time()
-        with contextlib.suppress(*API_FAILURES):  # the log and the metric name the object, too
-            await EventSeries.once(event, now).write(self._server, "gpumgr")
-
-
 class Reflector(Generic[T]):
     """Keeps the copy up to date while `run` runs. `on_change(before, after)` is called for each difference; None: the object does not
     exist. `on_list` is called after each list, because changes before it may have been missed."""
@@ -206,7 +120,7 @@ class Reflector(Generic[T]):
         self._server, self._watched, self._on_change, self._on_list = server, watched, on_change, on_list
         self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
-        self._unreadable = _UnreadableObjects(server, watched.path, watched.write_events)
+        self._reader = ObjectReader(server, watched)
         #: The resource version to watch from; None: list first.
         self._version: str | None = None
         self._watching_since: float | None = None
@@ -225,7 +139,7 @@ class Reflector(Generic[T]):
 
     @property
     def unreadable(self) -> int:
-        return len(self._unreadable.reasons)
+        return len(self._reader.unreadable)
 
     @property
     def silent_seconds(self) -> float:
@@ -295,25 +209,24 @@ class Reflector(Generic[T]):
     async def _list(self) -> None:
         found: dict[str, T] = {}
         begun = self._clock()
-        unreadable: set[str] = set()
+        uids: set[str] = set()
         query = {**self._watched.query, "limit": _PAGE}
         while True:
             page = await _decoded(await self._page(query), _Page)
             for number, item in enumerate(page.items or ()):
                 if number % _SLICE == 0:
                     await asyncio.sleep(0)
-                metadata = self._metadata(item)
-                parsed, readable = await self._parsed(item, metadata)
-                if parsed is not None:
-                    found[parsed.uid] = parsed
-                if not readable:
-                    unreadable.add(metadata.uid)
+                metadata = metadata_of(item)
+                uids.add(metadata.uid)
+                read = await self._reader.read(item, metadata, self._objects.get(metadata.uid))
+                if read is not None:
+                    found[read.uid] = read
             if not page.metadata.following:
                 break
             query = {**self._watched.query, "limit": _PAGE, "continue": page.metadata.following}
-        if "" in unreadable:  # an object without a UID may be any missing one
+        if "" in uids:  # an object without a UID may be any missing one
             found = {**self._objects, **found}
-        self._unreadable.listed(unreadable)
+        self._reader.listed(uids)
         gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())
         for number, (uid, after) in enumerate([*gone.items(), *found.items()]):
             if number % _SLICE == 0:
@@ -332,34 +245,12 @@ class Reflector(Generic[T]):
             await _check_status(response)
             return await response.read()
 
-    def _metadata(self, item: msgspec.Raw) -> _Metadata:
-        """The UID is "" if the metadata can't be read."""
-        try:
-            return decode_stored(item, _Item).metadata
-        except UnreadableText:
-            return _Metadata()
-
     def _replace(self, uid: str, after: T | None) -> None:
         before = self._objects.pop(uid, None)
         if after is not None:
             self._objects[after.uid] = after
         if before != after:
             self._on_change(before, after)
-
-    async def _parsed(self, item: msgspec.Raw, metadata: _Metadata) -> tuple[T | None, bool]:
-        """The result of `parse` and True; for an unreadable object its last result and False."""
-        if not metadata.uid:
-            self._unreadable.add("", metadata.namespace, metadata.name, ValueError("it has no UID, or is not an object"))
-            return None, False
-        try:
-            return await on_thread_if_long(self._decoded, item, self._watched.thread_bytes), True
-        except UNREADABLE as error:
-            self._unreadable.add(metadata.uid, metadata.namespace, metadata.name, error)
-            return self._objects.get(metadata.uid), False
-
-    def _decoded(self, item: msgspec.Raw) -> T | None:
-        decoded = self._watched.decode(item)
-        return self._watched.parse(decoded) if decoded is not None else None
 
     # -- watch -------------------------------------------------------------------------------------------------------------
 
@@ -385,16 +276,18 @@ class Reflector(Generic[T]):
     async def _event(self, event: _Event) -> None:
         if event.type == "ERROR":
             raise ExpiredError(f"the watch ended with {bytes(event.object)[:300].decode(errors='replace')}")
-        metadata = self._metadata(event.object)
+        metadata = metadata_of(event.object)
         self._heard(self._clock())
         if event.type == "BOOKMARK":
             self._version = metadata.resource_version or self._version
             return
         if not metadata.uid:
             raise ExpiredError("an event of the watch has no object with a UID")
-        after, readable = (None, True) if event.type == "DELETED" else await self._parsed(event.object, metadata)
-        if readable:
-            self._unreadable.reasons.pop(metadata.uid, None)
+        after = None
+        if event.type == "DELETED":
+            self._reader.unreadable.pop(metadata.uid, None)
+        else:
+            after = await self._reader.read(event.object, metadata, self._objects.get(metadata.uid))
         self._version = metadata.resource_version
         self._replace(metadata.uid, after)
 

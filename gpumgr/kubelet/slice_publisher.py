@@ -25,7 +25,8 @@ from gpumgr.common.aio import forever, wait_at_most
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, failure_text
-from gpumgr.kube.reflector import Reflector, Watched, WatchTimes
+from gpumgr.kube.reflector import Reflector, WatchTimes
+from gpumgr.kube.watched import Watched
 from gpumgr.kubelet import slices
 from gpumgr.kubelet.slices import SLICES, Dropped, Json, SliceDevice, StoredSlice
 

@@ -24,8 +24,8 @@ from gpumgr.kube.publisher.decisions import NOT_EVICTED
 from gpumgr.kube.publisher.events import ALLOCATION_ANNOTATION, Event
 from gpumgr.kube.publisher.node_reporter import NO_TROUBLE
 from gpumgr.kube.publisher.objects import CONDITION_TYPE, LABELS_ANNOTATION
-from gpumgr.kube.reflector import UNREADABLE_REASON
 from gpumgr.kube.selection import AVOID_MODELS, AVOID_UUIDS, SAME_NUMA_NODE, USE_MODELS, USE_UUIDS
+from gpumgr.kube.watched import UNREADABLE_REASON
 from gpumgr.ledger.answer import DEVICE_ANNOTATION, ENFORCEMENT_ANNOTATION, GRANTED_ANNOTATION
 from gpumgr.ledger.history import NOT_ENFORCED, RESIZED, RESUMED, SUSPENDED, HistoryEntry
 from gpumgr.node.node_enforcement import NODE_ANNOTATION

@@ -6,12 +6,16 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+from msgspec.structs import asdict
+
 from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
+from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served
-from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, Right, allowed, unreadable_text
+from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, unreadable_text
 from gpumgr.kube.pods import parse_quantity
 from gpumgr.kubelet.claim_reader import find_shares
 from gpumgr.kubelet.dra_registration import socket_patterns
@@ -43,6 +47,47 @@ async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckRes
             return await judged(look(server))
     except GpumgrError as failure:
         return error_of(failure, IF_HUNG)
+
+
+_REVIEWS: Final = "authorization.k8s.io/v1"
+
+
+class Right(msgspec.Struct, frozen=True, kw_only=True):
+    """One verb on one resource. `group` "" is the core API group. `namespace` None means all namespaces."""
+
+    verb: str
+    resource: str
+    subresource: str | None = None
+    group: str = ""
+    namespace: str | None = None
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.verb} {'/'.join(filter(None, (self.resource, self.subresource)))}"
+
+
+class _Verdict(msgspec.Struct):
+    allowed: bool = False
+
+
+class _Review(msgspec.Struct):
+    status: _Verdict
+
+
+async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
+    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews.
+
+    Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
+    """
+    kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
+    attributes = {key: value for key, value in asdict(right).items() if value is not None}
+    spec = {"resourceAttributes": attributes} | ({} if user is None else {"user": user})
+    body = {"apiVersion": _REVIEWS, "kind": kind, "spec": spec}
+    answer = await server.read("POST", f"/apis/{_REVIEWS}/{kind.lower()}s", body)
+    try:
+        return convert(answer, _Review).status.allowed
+    except UnreadableText as error:
+        raise GpumgrError(f"the API server's answer is no {kind}: {error}") from error
 
 
 # -- the rights of the agent's account -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpumgr.cli.examination import Check, CheckResult, error, ok, skipped, warning
-from gpumgr.cli.examination.api_server import IF_HUNG, judged
+from gpumgr.cli.examination.api_server import IF_HUNG, Right, allowed, judged
 from gpumgr.cli.examination.cluster_config import (
     look_at_class,
     look_at_policies,
@@ -22,7 +22,7 @@ from gpumgr.cli.examination.cluster_config import (
 )
 from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE
-from gpumgr.kube.client import ApiServer, Right, allowed, items_of
+from gpumgr.kube.client import ApiServer, items_of
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from gpumgr.settings.hami_resources import ReplicaResources
 

@@ -5,10 +5,11 @@ from itertools import product
 from typing import Any, Final, Literal, TypedDict
 
 from gpumgr.cli.examination import CheckResult, error, ok, skipped, warning
+from gpumgr.cli.examination.api_server import Right
 from gpumgr.cluster.claims.shapes import DEVICE_CLASS
 from gpumgr.common.foreign_text import UnreadableText, convert, decode_yaml
 from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE
-from gpumgr.kube.client import ApiServer, Right, items_of
+from gpumgr.kube.client import ApiServer, items_of
 from gpumgr.settings.hami_resources import ReplicaResources
 
 _MAX_BYTES: Final = 1 << 20

@@ -20,7 +20,7 @@ from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.foreign_text import decode_stored
 from gpumgr.common.units import CORES_PER_GPU, DRA_DRIVER
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Keyed, Watched
+from gpumgr.kube.watched import Keyed, Watched
 from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)

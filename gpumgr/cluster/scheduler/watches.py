@@ -30,7 +30,8 @@ from gpumgr.cluster.scheduler.quota_sources import (
 from gpumgr.common.aio import in_slices, run_until
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import Keyed, Reflector, Watched, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.kube.watched import Keyed, Watched
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 

@@ -185,7 +185,7 @@ class TakeOver:
             lambda ledger, minors: migrate(ledger, records, minors, new_id=reconciler.new_id, now=time.time())
         )
         self._tried.update(set(records) - set(rebuilt.left))
-        listing = await self._admission.list_pods()
+        listing = await self._admission.listings.list()
         if listing is not None:
             names = names_of(((e.pod_uid, e.container, frozenset(e.device_ids)) for e in self._entries or ()), listing)
             await reconciler.name(names)
@@ -210,7 +210,7 @@ class TakeOver:
         The kubelet's checkpoint still lists ended pods, so a container has ended if both PodResources and the API server lack it. If one of
         them is unavailable, the other must lack it for INCOMPLETE_SECONDS, because PodResources lacks running pods after the kubelet's
         start."""
-        listing = await self._admission.list_pods()
+        listing = await self._admission.listings.list()
         shown = _holders_shown(listing) if listing is not None else {}
         running: dict[tuple[str, str], PodKey | None] = {}
         for holder, ids in left.items():

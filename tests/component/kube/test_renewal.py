@@ -21,7 +21,8 @@ from gpumgr.kube import credentials as module
 from gpumgr.kube.client import API_FAILURES, AnswerError, ApiServer
 from gpumgr.kube.credentials import CredentialFiles
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, Watched
+from gpumgr.kube.reflector import Reflector
+from gpumgr.kube.watched import Watched
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import FAST, write_kubeconfig

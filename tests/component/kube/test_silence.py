@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
-from gpumgr.kube.reflector import Reflector, Watched, WatchTimes, prompt_watches
+from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
+from gpumgr.kube.watched import Watched
 from tests.background import background
 
 from .fake_api_server import Answer, FakeApiServer, pod, raw, silent, status

@@ -15,7 +15,7 @@ from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.cache import PodCache
 from gpumgr.kube.client import ApiServer
-from gpumgr.kube.reflector import UNREADABLE_REASON
+from gpumgr.kube.watched import UNREADABLE_REASON
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
 from tests.background import background

@@ -199,7 +199,7 @@ async def test_a_pod_is_not_new_when_the_cache_replaces_its_earlier_incarnation(
     earlier = world.pod("web-0", app(20, 2))
     if was_listed:
         await world.admit(earlier)
-        assert await world.admission.list_pods()
+        assert await world.admission.listings.list()
     world.end(earlier)
     world.tell(earlier, "Succeeded")
     await world.admit(world.pod("web-0", init(30, 4)))

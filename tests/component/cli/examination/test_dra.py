@@ -9,10 +9,9 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpumgr.cli.doctor import checks_for
-from gpumgr.cli.examination.api_server import look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
+from gpumgr.cli.examination.api_server import Right, look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.driver import Hardware
-from gpumgr.kube.client import Right
 from gpumgr.kubelet.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.ledger.store import SqliteCheckpoint
