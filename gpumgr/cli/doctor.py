@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
@@ -13,7 +13,7 @@ import click
 from msgspec.structs import asdict, replace
 from rich.text import Text
 
-from gpumgr.cli.examination import LIMIT_SECONDS, Check, Report, api_server, enforcement, examine, folders, gpus, peers
+from gpumgr.cli.examination import LIMIT_SECONDS, Check, Report, api_server, enforcement, examine, folders, gpus, on_thread, peers
 from gpumgr.cli.formats import open_table, show
 from gpumgr.cli.options import UNREAD_FILE, ExitingCommand, output_option, settings_options, sim_option
 from gpumgr.cli.topology import hardware_of
@@ -28,75 +28,63 @@ def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, 
     """`in_pod`: the command runs in a container with its own folders. `before_start`: an agent with these settings is about
     to start."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
-    nvml = make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware)
-    seen = gpus.SharedNvml(nvml)
-    plugin_dir, pods_socket = settings.kubelet.device_plugin_dir, settings.kubelet.pod_resources_socket
-    cri = settings.cri
-    in_dra = settings.node.mode == "dra"
-    uses_cdi = settings.enforcement.injection == "cdi" or in_dra
-    written = dict(folders.written(settings))
-    # The kubelet, the runtime, other containers or the next agent read these folders, so they must be mounted from the host.
-    host_folders = {"kubelet.device_plugin_dir": plugin_dir, "kubelet.pod_resources_socket": pods_socket.parent, **written}
-    if in_dra:
-        host_folders |= {
-            "kubelet.plugins_dir": settings.kubelet.plugins_dir,
-            "kubelet.plugins_registry_dir": settings.kubelet.plugins_registry_dir,
-        }
-    pods = partial(peers.look_at_pod_resources, pods_socket, needs_cdi=uses_cdi)
-    # With process.instance (a rolling update) the second agent waits for the first, so a running agent is no error.
-    alone = before_start and settings.process.instance is None
-    agent = partial(peers.look_at_agent, settings.process.lock_path, plugin_dir, before_start=alone)
-    paths = partial(folders.look_at_host_paths, host_folders, hardware.proc_root, in_pod=in_pod)
-    cgroups = partial(peers.look_at_cgroups, cri.cgroup_root, hardware.proc_root)
-    cdi = partial(peers.look_at_cdi, settings.enforcement.cdi_dir, cri.socket, used=uses_cdi)
-    files = partial(peers.look_at_driver_files, settings, seen, simulated=hardware.simulated)
-    backends = enforcement.NodeBackends(settings, seen, hardware)
-    kubelet_folder = Check("kubelet", partial(peers.look_at_folder, plugin_dir), peers.KUBELET_HUNG)
+    seen = gpus.SharedNvml(make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware))
     return (
         *_gpu_checks(settings, hardware, seen),
-        Check("settings", partial(folders.look_at_settings, UNREAD_FILE), folders.IF_HUNG),
-        Check("mode", partial(api_server.look_at_mode, settings.node.mode), ""),
-        *(_claim_checks(settings, seen) if in_dra else [kubelet_folder]),
-        Check("pod-resources", pods, peers.KUBELET_HUNG),
-        Check("plugins", partial(peers.look_at_plugins, plugin_dir), folders.IF_HUNG),
-        Check("agent", agent, folders.IF_HUNG),
-        Check("host-paths", paths, folders.IF_HUNG),
-        Check("folders", partial(folders.look_at_folders, written), folders.IF_HUNG),
-        Check("checkpoint", partial(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG),
-        Check("cri", partial(peers.look_at_runtime, cri.socket), peers.RUNTIME_HUNG),
-        Check("cgroups", cgroups, peers.RUNTIME_HUNG),
-        Check("cdi", cdi, peers.RUNTIME_HUNG),
-        Check("driver-files", files, peers.RUNTIME_HUNG),
-        Check("limiter", partial(backends.look_at, "limiter"), enforcement.IF_HUNG),
-        Check("nvml-memory", partial(backends.look_at, "nvml-memory"), enforcement.IF_HUNG),
-        Check("mps", partial(backends.look_at, "mps"), enforcement.IF_HUNG),
-        Check("hami-core", backends.look_at_hami_core, enforcement.IF_HUNG),
-        Check("vcuda", partial(backends.look_at, "vcuda"), enforcement.IF_HUNG),
-        Check("burst", partial(enforcement.look_at_bursts, settings), enforcement.IF_HUNG),
-        Check("rbac", partial(api_server.look_at_rights, settings), api_server.IF_HUNG),
-        Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG),
+        *_kubelet_checks(settings, seen, before_start=before_start),
+        *_host_checks(settings, hardware, seen, in_pod=in_pod),
+        *_backend_checks(settings, hardware, seen),
     )
 
 
-def _gpu_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> tuple[Check, ...]:
-    device_root = settings.container.device_root
-    driver = partial(gpus.look_at_driver, hardware.proc_root, device_root, simulated=hardware.simulated)
-    mig_devices = partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir)
-    nodes = partial(gpus.look_at_device_nodes, seen, device_root, simulated=hardware.simulated)
-    return (
-        Check("driver", driver, gpus.IF_HUNG),
-        Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG),
-        *([] if mig_on_demand(settings) is None else [Check("mig-devices", mig_devices, gpus.IF_HUNG)]),
-        Check("device-nodes", nodes, gpus.IF_HUNG),
-    )
+def _gpu_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> Iterator[Check]:
+    root, simulated = settings.container.device_root, hardware.simulated
+    yield Check("driver", on_thread(gpus.look_at_driver, hardware.proc_root, root, simulated=simulated), gpus.IF_HUNG)
+    yield Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG)
+    if mig_on_demand(settings) is not None:
+        yield Check("mig-devices", partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir), gpus.IF_HUNG)
+    yield Check("device-nodes", partial(gpus.look_at_device_nodes, seen, root, simulated=simulated), gpus.IF_HUNG)
 
 
-def _claim_checks(settings: Settings, seen: gpus.SharedNvml) -> tuple[Check, ...]:
-    return (
-        Check("dra-sockets", partial(api_server.look_at_sockets, settings.kubelet), peers.KUBELET_HUNG),
-        Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG),
-        Check("dra-claims", partial(api_server.look_at_claims, settings), api_server.IF_HUNG),
-    )
+def _kubelet_checks(settings: Settings, seen: gpus.SharedNvml, *, before_start: bool) -> Iterator[Check]:
+    kubelet, process = settings.kubelet, settings.process
+    yield Check("settings", on_thread(folders.look_at_settings, UNREAD_FILE), folders.IF_HUNG)
+    yield Check("mode", partial(api_server.look_at_mode, settings.node.mode), "")
+    if settings.node.mode == "dra":
+        yield Check("dra-sockets", on_thread(api_server.look_at_sockets, kubelet), peers.KUBELET_HUNG)
+        yield Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG)
+        yield Check("dra-claims", partial(api_server.look_at_claims, settings), api_server.IF_HUNG)
+    else:
+        yield Check("kubelet", partial(peers.look_at_folder, kubelet.device_plugin_dir), peers.KUBELET_HUNG)
+    pods = partial(peers.look_at_pod_resources, kubelet.pod_resources_socket, needs_cdi=folders.uses_cdi(settings))
+    yield Check("pod-resources", pods, peers.KUBELET_HUNG)
+    yield Check("plugins", on_thread(peers.look_at_plugins, kubelet.device_plugin_dir), folders.IF_HUNG)
+    # With process.instance (a rolling update) the second agent waits for the first, so a running agent is no error.
+    alone = before_start and process.instance is None
+    agent = on_thread(peers.look_at_agent, process.lock_path, kubelet.device_plugin_dir, before_start=alone)
+    yield Check("agent", agent, folders.IF_HUNG)
+
+
+def _host_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml, *, in_pod: bool) -> Iterator[Check]:
+    cri, cdi_dir, written = settings.cri, settings.enforcement.cdi_dir, dict(folders.written(settings))
+    paths = on_thread(folders.look_at_host_paths, folders.of_host(settings), hardware.proc_root, in_pod=in_pod)
+    yield Check("host-paths", paths, folders.IF_HUNG)
+    yield Check("folders", on_thread(folders.look_at_folders, written), folders.IF_HUNG)
+    yield Check("checkpoint", on_thread(folders.look_at_checkpoint, settings.checkpoint.dir), folders.IF_HUNG)
+    yield Check("cri", partial(peers.look_at_runtime, cri.socket), peers.RUNTIME_HUNG)
+    yield Check("cgroups", on_thread(peers.look_at_cgroups, cri.cgroup_root, hardware.proc_root), peers.RUNTIME_HUNG)
+    yield Check("cdi", partial(peers.look_at_cdi, cdi_dir, cri.socket, used=folders.uses_cdi(settings)), peers.RUNTIME_HUNG)
+    files = partial(peers.look_at_driver_files, settings, seen, simulated=hardware.simulated)
+    yield Check("driver-files", files, peers.RUNTIME_HUNG)
+
+
+def _backend_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> Iterator[Check]:
+    backends = enforcement.NodeBackends(settings, seen, hardware)
+    for name in ("limiter", "nvml-memory", "mps", "hami-core", "vcuda"):
+        yield Check(name, partial(backends.look_at, name), enforcement.IF_HUNG)
+    yield Check("burst", partial(enforcement.look_at_bursts, settings), enforcement.IF_HUNG)
+    yield Check("rbac", partial(api_server.look_at_rights, settings), api_server.IF_HUNG)
+    yield Check("enforcement", backends.look_at_choice, enforcement.IF_HUNG)
 
 
 _COLORS: Final = {"ok": "green", "warning": "yellow", "error": "red", "skipped": "bright_black"}

@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from functools import partial
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ LIMIT_SECONDS: Final = 5.0
 #: Below the limit of a check, so that the check can report which peer did not answer.
 PEER_SECONDS: Final = LIMIT_SECONDS * 0.4
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: warning: the agent runs, but something will be missing. error: something that the settings require can't work. skipped: not needed with
@@ -97,6 +99,11 @@ def _finding(check: Check, task: "asyncio.Task[CheckResult]", limit_seconds: flo
             return error(f"the check failed: {type(unknown).__name__}: {unknown}", "report this bug of gpumgr")
 
 
-async def aside(fn: Callable[[], T]) -> T:
+async def aside(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `fn` on a thread. Unlike with asyncio.to_thread, a call that hangs does not delay the exit."""
-    return await DaemonCalls("doctor").call(fn, timeout_seconds=math.inf)
+    return await DaemonCalls("doctor").call(partial(fn, *args, **kwargs), timeout_seconds=math.inf)
+
+
+def on_thread(look: Callable[P, CheckResult], *args: P.args, **kwargs: P.kwargs) -> Look:
+    """For a check that blocks."""
+    return lambda: aside(look, *args, **kwargs)

@@ -156,12 +156,8 @@ async def look_at_mode(mode: str) -> CheckResult:
     return ok(f"{mode}: GPUs are offered " + ("to ResourceClaims" if mode == "dra" else "by the device plugin API"))
 
 
-async def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
+def look_at_sockets(kubelet: KubeletSettings) -> CheckResult:
     """Whether the kubelet's folders can be written, and whether gpumgr's DRA driver listens there."""
-    return await aside(lambda: _sockets(kubelet))
-
-
-def _sockets(kubelet: KubeletSettings) -> CheckResult:
     for folder in (kubelet.plugins_dir, kubelet.plugins_registry_dir):
         if not folder.is_dir():
             return error(f"{folder} is no folder", _FOLDER)
@@ -229,7 +225,7 @@ async def look_at_claims(settings: Settings) -> CheckResult:
     """Claims that hold GPUs, but do not exist in the API server."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
-    held = await aside(lambda: sorted(read_checkpoint(settings.checkpoint.dir).ledger.claims.values(), key=str))
+    held = sorted((await aside(read_checkpoint, settings.checkpoint.dir)).ledger.claims.values(), key=str)
 
     async def look(server: ApiServer) -> CheckResult:
         node = settings.node.name

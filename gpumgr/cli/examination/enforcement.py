@@ -59,18 +59,11 @@ class NodeBackends:
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
         obstacle = (await self.choice()).obstacles.get(name)
         if obstacle is None:
-            return ok("this node can use it")
+            return ok(await aside(_library_text, self._settings) if name == "hami-core" else "this node can use it")
         sentence, _, remedy = obstacle.partition("; ")
         if name in words:
             return error(sentence, remedy or "repair that, or choose another enforcement.backend")
         return skipped(f"this node can't use it: {obstacle}")
-
-    async def look_at_hami_core(self) -> CheckResult:
-        """Also shows which library containers get."""
-        found, (path, sha256) = await self.look_at("hami-core"), hami_core_library(self._settings)
-        if found.state != "ok" or path is None or sha256 is None:
-            return found
-        return ok(f"{path}, SHA-256 {sha256[:12]}…{await aside(lambda: _version(path))}")
 
     async def look_at_choice(self) -> CheckResult:
         choice = await self.choice()
@@ -107,10 +100,13 @@ def judge_choice(setting: str, choice: MechanismChoice, described: str) -> Check
     return ok(described)
 
 
-def _version(library: Path) -> str:
-    """The version that `gpumgr install library` stored; empty in another folder."""
+def _library_text(settings: Settings) -> str:
+    """Which library of HAMi-core containers get, and the version that `gpumgr install library` stored with it."""
+    path, sha256 = hami_core_library(settings)
+    assert path is not None, "the backend can be used"
+    assert sha256 is not None, "the backend can be used"
     try:
-        text = library.with_name(VERSION).read_text(errors="replace")
+        version = f", version {path.with_name(VERSION).read_text(errors='replace').strip()[:200]}"
     except OSError:
-        return ""
-    return f", version {text.strip()[:200]}"
+        version = ""
+    return f"{path}, SHA-256 {sha256[:12]}…{version}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
+from gpumgr.cli.examination import CheckResult, error, error_of, ok, skipped, warning
 from gpumgr.cli.options import unread_sentence
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
@@ -27,6 +27,11 @@ def backend_words(settings: Settings) -> frozenset[str]:
     return frozenset({settings.enforcement.backend, *(rule.partition("=")[2] for rule in settings.enforcement.overrides)})
 
 
+def uses_cdi(settings: Settings) -> bool:
+    """Whether containers get their devices by CDI."""
+    return settings.enforcement.injection == "cdi" or settings.node.mode == "dra"
+
+
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
     """Yields (setting, folder)."""
     yield "checkpoint.dir", settings.checkpoint.dir
@@ -34,14 +39,25 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
     yield "container.allocation_dir", settings.container.allocation_dir
     if backend_words(settings) - {"none"}:
         yield "enforcement.run_dir", settings.enforcement.run_dir
-    if settings.enforcement.injection == "cdi" or settings.node.mode == "dra":
+    if uses_cdi(settings):
         yield "enforcement.cdi_dir", settings.enforcement.cdi_dir
 
 
-async def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
+def of_host(settings: Settings) -> dict[str, Path]:
+    """setting -> folder. The kubelet, the runtime, other containers or the next agent read them, so they must be mounted from the host."""
+    kubelet = settings.kubelet
+    found = {
+        "kubelet.device_plugin_dir": kubelet.device_plugin_dir,
+        "kubelet.pod_resources_socket": kubelet.pod_resources_socket.parent,
+    }
+    if settings.node.mode == "dra":
+        found |= {"kubelet.plugins_dir": kubelet.plugins_dir, "kubelet.plugins_registry_dir": kubelet.plugins_registry_dir}
+    return {**found, **dict(written(settings))}
+
+
+def look_at_folders(folders: Mapping[str, Path]) -> CheckResult:
     """`folders`: setting -> its folder. The check leaves no file."""
-    obstacles = await aside(lambda: [f"{path} ({key}): {why}" for key, path in folders.items() if (why := obstacle(path))])
-    if obstacles:
+    if obstacles := [f"{path} ({key}): {why}" for key, path in folders.items() if (why := obstacle(path))]:
         return error(f"can't be written: {', '.join(obstacles)}", _REMEDY)
     return ok(f"{len(set(folders.values()))} folders can be written")
 
@@ -57,9 +73,9 @@ def obstacle(folder: Path) -> str | None:
     return None
 
 
-async def look_at_settings(unread: Path) -> CheckResult:
+def look_at_settings(unread: Path) -> CheckResult:
     """`unread`: a file with settings that is not read."""
-    if await aside(unread.exists):
+    if unread.exists():
         message, _, remedy = unread_sentence(unread).partition("; ")
         return warning(message, remedy)
     return ok("no settings in files that are not read")
@@ -68,10 +84,10 @@ async def look_at_settings(unread: Path) -> CheckResult:
 _READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that it may read"
 
 
-async def look_at_checkpoint(folder: Path) -> CheckResult:
+def look_at_checkpoint(folder: Path) -> CheckResult:
     """`folder`: the setting checkpoint.dir."""
     try:
-        loaded = await aside(lambda: read_checkpoint(folder))
+        loaded = read_checkpoint(folder)
     except CorruptError as damaged:
         return warning(
             str(damaged), "nothing, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
@@ -92,12 +108,11 @@ async def look_at_checkpoint(folder: Path) -> CheckResult:
 _EMPTY_DIR: Final = "/kubernetes.io~empty-dir/"
 
 
-async def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> CheckResult:
+def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: bool) -> CheckResult:
     """`in_pod`: the command runs in a pod's container."""
     if not in_pod:
         return skipped("not in a pod")
-    text = await aside((proc_root / "self/mountinfo").read_text)
-    return judge_host_paths(folders, text)
+    return judge_host_paths(folders, (proc_root / "self/mountinfo").read_text())
 
 
 def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult:

@@ -49,16 +49,12 @@ class SharedNvml:
         return await asyncio.shield(self._snapshot)
 
 
-async def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> CheckResult:
+def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> CheckResult:
     """The kernel module, as the driver shows it under /proc. WSL2 has none."""
     if simulated:
         return skipped("a simulated node has none")
-    if await aside((device_root / WSL_NODE).exists):
+    if (device_root / WSL_NODE).exists():
         return skipped(f"WSL2 has {device_root / WSL_NODE} in its place")
-    return await aside(lambda: _driver(proc_root))
-
-
-def _driver(proc_root: Path) -> CheckResult:
     file = proc_root / "driver/nvidia/version"
     try:
         text = file.read_text(errors="replace")
@@ -103,7 +99,7 @@ async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckRe
     """With dynamic MIG: the MIG devices that the agent will destroy, because no container of the ledger has them."""
     try:
         instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
-        loaded = await aside(lambda: read_checkpoint(checkpoint_dir))
+        loaded = await aside(read_checkpoint, checkpoint_dir)
     except GpumgrError:  # the checks of the driver and of the checkpoint report this
         return skipped("the MIG devices or the agent's checkpoint can't be read")
     held = {device.uuid for a in loaded.ledger.allocations.values() for device in a.mig_devices}
@@ -136,7 +132,7 @@ async def look_at_device_nodes(gpus: SharedNvml, device_root: Path, *, simulated
         minors = [gpu.minor for gpu in (await gpus.snapshot()).gpus]
     except GpumgrError:
         minors = None
-    return await aside(lambda: _device_nodes(device_root, minors))
+    return await aside(_device_nodes, device_root, minors)
 
 
 def _device_nodes(root: Path, minors: list[int | None] | None) -> CheckResult:

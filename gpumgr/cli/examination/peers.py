@@ -37,7 +37,7 @@ async def look_at_folder(folder: Path) -> CheckResult:
     """The agent must be able to create sockets there, and the kubelet must listen at its own."""
     if not await aside(folder.is_dir):
         return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
-    if not await aside(lambda: os.access(folder, os.W_OK | os.X_OK)):
+    if not await aside(os.access, folder, os.W_OK | os.X_OK):
         return error(f"{folder} is not writable", "run gpumgr as root")
     socket = folder / "kubelet.sock"
     try:
@@ -70,20 +70,18 @@ async def look_at_pod_resources(socket: Path, *, needs_cdi: bool, timeout_second
     return ok(f"answers at {socket}")
 
 
-async def look_at_plugins(folder: Path) -> CheckResult:
+def look_at_plugins(folder: Path) -> CheckResult:
     """Whether another device plugin serves these GPUs."""
-    if not await aside(folder.is_dir):
+    if not folder.is_dir():
         return skipped(f"{folder} is no folder")
-    found = await aside(lambda: answering(folder))
-    if found:
+    if found := answering(folder):
         return error(*problem_and_remedy(found))
     return ok(f"no other plugin for NVIDIA's GPUs answers in {folder}")
 
 
-async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> CheckResult:
+def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> CheckResult:
     """`before_start`: an agent is about to start, so none may run."""
-    process = await aside(lambda: holder(lock_path))
-    if process is not None:
+    if (process := holder(lock_path)) is not None:
         running = f"runs on this node ({process}holds {lock_path})"
         if not before_start:
             return ok(f"it {running}")
@@ -91,7 +89,7 @@ async def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) ->
             f"another gpumgr {running}",
             "stop one of them: `systemctl disable --now gpumgr`, or keep the DaemonSet off this node by its nodeSelector",
         )
-    if await aside(lambda: holder(folder)) is not None:
+    if holder(folder) is not None:
         message = f"another gpumgr with another process.lock_path than {lock_path} serves {folder}"
         if before_start:
             return error(message, "stop one of them, or they replace each other's sockets")
@@ -120,10 +118,10 @@ async def look_at_runtime(socket: Path, *, timeout_seconds: float = PEER_SECONDS
     return ok(f"{runtime.name} {runtime.version} at {socket}")
 
 
-async def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
+def look_at_cgroups(cgroup_root: Path, proc_root: Path = Path("/proc")) -> CheckResult:
     """Whether containers' processes can be found. The check nvml-memory shows whether the cgroup version is sufficient for that backend."""
     try:
-        hierarchy = await aside(Cgroups(cgroup_root, proc_root).hierarchy)
+        hierarchy = Cgroups(cgroup_root, proc_root).hierarchy()
     except CriError as exception:
         return error_of(exception, "set cri.cgroup_root to where the host's cgroups are mounted (normally /sys/fs/cgroup)")
     return ok(f"{hierarchy.mode} at {hierarchy.root}")
@@ -133,9 +131,9 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
     """`used`: containers get their devices by CDI (enforcement.injection cdi, or node.mode dra)."""
     if not used:
         return skipped("not used: enforcement.injection is mounts")
-    if await aside(lambda: obstacle(cdi_dir)) is not None:
+    if await aside(obstacle, cdi_dir) is not None:
         return error(f"{cdi_dir} can't be written", "run gpumgr as root, or set enforcement.cdi_dir")
-    if not await aside(lambda: _is_usual(cdi_dir)):
+    if not await aside(_is_usual, cdi_dir):
         return warning(
             f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {cdi_dir}",
             f"add {cdi_dir} to cdi_spec_dirs of the runtime's configuration, or set enforcement.cdi_dir to /var/run/cdi",
@@ -200,7 +198,7 @@ async def look_at_driver_files(
 
 async def _look_at_mounts(settings: Settings, gpus: SharedNvml, access: DriverAccess) -> CheckResult:
     why, folder = f"mounts: {access.why}", settings.container.driver_whole_dir
-    if await aside(lambda: is_supplied(folder)):
+    if await aside(is_supplied, folder):
         return ok(f"{why}; containers get {folder} as it is")
     try:
         version = (await gpus.snapshot()).driver_version
@@ -210,7 +208,7 @@ async def _look_at_mounts(settings: Settings, gpus: SharedNvml, access: DriverAc
         return ok(f"{why}; {folder} has a copy once the driver answers")
     vcuda = settings.vcuda
     try:
-        root = await aside(lambda: locate(vcuda.volume_conf, vcuda.driver_roots, version))
+        root = await aside(locate, vcuda.volume_conf, vcuda.driver_roots, version)
     except GpumgrError as exception:
         return error(f"{why}; but containers don't see the driver: {exception}", _FIND)
     return ok(f"{why}; {folder} has a copy of the files of driver {version} below {root}")

@@ -136,19 +136,19 @@ async def test_claims_that_the_api_server_lacks(stage: Any, tmp_path: Path) -> N
 async def test_the_sockets(folder: Path) -> None:
     kubelet = KubeletSettings(plugins_dir=folder / "p", plugins_registry_dir=folder / "r")
     kubelet.plugins_dir.mkdir()
-    found = await look_at_sockets(kubelet)
+    found = look_at_sockets(kubelet)
     assert (found.state, found.message) == ("error", f"{folder}/r is no folder")
     kubelet.plugins_registry_dir.mkdir()
     (folder / "p" / DRA_DRIVER).mkdir()
     dra, registration = folder / "p" / DRA_DRIVER / "dra.sock", folder / "r" / f"{DRA_DRIVER}-reg.sock"
     with listening(dra):
-        found = await look_at_sockets(kubelet)
+        found = look_at_sockets(kubelet)
         assert (found.state, found.message) == (
             "warning",
             f"the driver {DRA_DRIVER} does not listen at {folder}/r/{DRA_DRIVER}-*reg.sock",
         )
         with listening(registration):
-            found = await look_at_sockets(kubelet)
+            found = look_at_sockets(kubelet)
     assert (found.state, found.message) == ("ok", f"the driver {DRA_DRIVER} listens at {dra} and {registration}")
 
 

@@ -86,7 +86,7 @@ async def test_what_a_node_lacks_is_an_error_only_for_a_backend_that_the_setting
     name: str, setting: str, state: State, message: str, node: Node
 ) -> None:
     backends = node.backends(enforcement__backend=setting)
-    found = await (backends.look_at_hami_core() if name == "hami-core" else backends.look_at(name))
+    found = await backends.look_at(name)
     assert (found.state, found.message.startswith(message)) == (state, True), found
     assert (found.remedy is not None) == (state == "error")
 
@@ -105,7 +105,7 @@ async def test_a_control_program_that_works_is_ok_and_the_check_writes_no_file(n
 async def test_the_librarys_path_hash_and_version_are_shown(node: Node) -> None:
     library = node.library()
     (node.folder / "version").write_text("5091a2f\n")
-    found = await node.backends(**library).look_at_hami_core()
+    found = await node.backends(**library).look_at("hami-core")
     sha256 = str(library["hami_core__library_sha256"])
     assert (found.state, found.message) == (
         "ok",
@@ -115,7 +115,7 @@ async def test_the_librarys_path_hash_and_version_are_shown(node: Node) -> None:
 
 async def test_another_library_than_the_settings_name_is_an_error(node: Node) -> None:
     changed = {**node.library(), "hami_core__library_sha256": "0" * 64}
-    found = await node.backends(enforcement__backend="hami-core", **changed).look_at_hami_core()
+    found = await node.backends(enforcement__backend="hami-core", **changed).look_at("hami-core")
     assert (found.state, f"but {'0' * 64} is set" in found.message) == ("error", True)
 
 
@@ -143,7 +143,7 @@ async def test_a_package_without_the_limiters_library_for_this_machine(
 
 
 async def test_the_library_that_containers_get_is_shown(node: Node) -> None:
-    found = await node.backends(**node.library()).look_at_hami_core()
+    found = await node.backends(**node.library()).look_at("hami-core")
     assert (found.state, ", SHA-256 " in found.message) == ("ok", True)
 
 

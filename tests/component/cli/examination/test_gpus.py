@@ -37,19 +37,19 @@ def lay_out_proc(root: Path, version: str, devices: str) -> Path:
     ],
 )
 async def test_the_kernel_module(version: str, devices: str, state: State, message: str, tmp_path: Path) -> None:
-    found = await look_at_driver(lay_out_proc(tmp_path, version, devices), tmp_path / "dev", simulated=False)
+    found = look_at_driver(lay_out_proc(tmp_path, version, devices), tmp_path / "dev", simulated=False)
     assert (found.state, found.message) == (state, message)
 
 
 async def test_no_kernel_module(tmp_path: Path) -> None:
-    found = await look_at_driver(tmp_path, tmp_path / "dev", simulated=False)
+    found = look_at_driver(tmp_path, tmp_path / "dev", simulated=False)
     assert found.state == "error"
     assert found.message == f"NVIDIA's kernel module is not loaded ({tmp_path}/driver/nvidia/version is missing)"
     assert "modprobe -a nvidia nvidia-uvm" in (found.remedy or "")
 
 
 async def test_wsl_has_no_kernel_module(tmp_path: Path) -> None:
-    found = await look_at_driver(tmp_path, lay_out_dev(tmp_path, "dxg"), simulated=False)
+    found = look_at_driver(tmp_path, lay_out_dev(tmp_path, "dxg"), simulated=False)
     assert (found.state, found.message) == ("skipped", f"WSL2 has {tmp_path}/dxg in its place")
 
 

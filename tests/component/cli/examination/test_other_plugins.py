@@ -25,7 +25,7 @@ async def test_who_gives_out_the_same_gpus_is_an_error(names: tuple[str, ...], w
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(listening(folder / name))
-        found = await look_at_plugins(folder)
+        found = look_at_plugins(folder)
     assert found.state == "error"
     assert found.message.replace(str(folder), "DIR").startswith(who)
     assert "gpumgr migrate" in (found.remedy or "")
@@ -35,30 +35,30 @@ async def test_others_and_what_was_left_behind_are_no_error(folder: Path) -> Non
     with listening(folder / "nvidia-gpu.sock"):
         pass
     with listening(folder / "kubelet.sock"), listening(folder / "gpumgr-core.sock"), listening(folder / "rdma.sock"):
-        found = await look_at_plugins(folder)
+        found = look_at_plugins(folder)
     assert (found.state, found.message) == ("ok", f"no other plugin for NVIDIA's GPUs answers in {folder}")
-    assert (await look_at_plugins(folder / "none")).state == "skipped"
+    assert look_at_plugins(folder / "none").state == "skipped"
 
 
 async def test_a_running_agent_is_ok_unless_another_one_is_to_start(folder: Path) -> None:
     lock = folder / "agent.lock"
     for before_start in (False, True):
-        found = await look_at_agent(lock, folder, before_start=before_start)
+        found = look_at_agent(lock, folder, before_start=before_start)
         assert (found.state, found.message) == ("ok", "none runs on this node")
     with lock_node(lock), lock_folder(folder):
         pid = lock.read_text().strip()
-        found = await look_at_agent(lock, folder, before_start=False)
+        found = look_at_agent(lock, folder, before_start=False)
         assert (found.state, found.message) == ("ok", f"it runs on this node (pid {pid}, holds {lock})")
-        found = await look_at_agent(lock, folder, before_start=True)
+        found = look_at_agent(lock, folder, before_start=True)
         assert (found.state, found.message) == ("error", f"another gpumgr runs on this node (pid {pid}, holds {lock})")
         assert "systemctl disable --now gpumgr" in (found.remedy or "")
-    assert (await look_at_agent(lock, folder, before_start=True)).state == "ok"
+    assert look_at_agent(lock, folder, before_start=True).state == "ok"
 
 
 async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
     with lock_folder(folder):
-        assert (await look_at_agent(folder / "agent.lock", folder, before_start=False)).state == "warning"
-        found = await look_at_agent(folder / "agent.lock", folder, before_start=True)
+        assert look_at_agent(folder / "agent.lock", folder, before_start=False).state == "warning"
+        found = look_at_agent(folder / "agent.lock", folder, before_start=True)
     assert (found.state, found.message) == (
         "error",
         f"another gpumgr with another process.lock_path than {folder}/agent.lock serves {folder}",
@@ -68,5 +68,5 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
 async def test_host_folders_are_required_in_a_pod_only(folder: Path) -> None:
     (folder / "self").mkdir()
     (folder / "self/mountinfo").write_text("641 540 0:53 / / rw - overlay overlay rw\n")
-    assert (await look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=False)).state == "skipped"
-    assert (await look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=True)).state == "error"
+    assert look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=False).state == "skipped"
+    assert look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=True).state == "error"

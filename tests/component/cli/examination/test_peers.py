@@ -110,7 +110,7 @@ MEMORY = "cgroup @/memory cgroup rw,memory 0 0"
 )
 async def test_cgroups(mounts: tuple[str, ...], state: State, message: str, tmp_path: Path) -> None:
     root = lay_out_cgroups(tmp_path, *mounts)
-    found = await look_at_cgroups(root / "cgroup", root / "proc")
+    found = look_at_cgroups(root / "cgroup", root / "proc")
     assert found.state == state
     assert found.message.startswith(message)
     assert (found.remedy is None) == (state == "ok")

@@ -38,7 +38,7 @@ def execute(folder: Path, statement: str) -> None:
 async def look(folder: Path) -> CheckResult:
     """What is found of the checkpoint; nothing of it changes."""
     before = content(folder)
-    found = await look_at_checkpoint(folder)
+    found = look_at_checkpoint(folder)
     assert content(folder) == before
     return found
 
@@ -59,7 +59,7 @@ async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) ->
 
 async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
     store = SqliteCheckpoint.open(folder)
-    assert (await look_at_checkpoint(folder)).state == "ok"
+    assert look_at_checkpoint(folder).state == "ok"
     await store.save_note("key", "it goes on writing")
     assert await store.close()
 
@@ -70,12 +70,12 @@ async def test_one_that_a_killed_agent_left_keeps_what_is_in_its_log(folder: Pat
     shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
     assert await store.close()
     assert set(content(folder)) == {NAME, f"{NAME}-wal", f"{NAME}-shm"}
-    assert (await look_at_checkpoint(folder)).state == "ok"
+    assert look_at_checkpoint(folder).state == "ok"
     assert read_checkpoint(folder).notes == {"key": "in the log alone"}
 
 
 async def test_folders_that_exist_or_can_be_created_are_ok_and_unchanged(folder: Path) -> None:
-    found = await look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
+    found = look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
     assert (found.state, found.message) == ("ok", "2 folders can be written")
     assert os.listdir(folder) == []
 
@@ -87,7 +87,7 @@ async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder
         "container.allocation_dir": folder / "file",
         "enforcement.run_dir": folder,
     }
-    found = await look_at_folders(wrong)
+    found = look_at_folders(wrong)
     assert found.state == "error"
     assert found.message.startswith("can't be written: /proc/gpumgr/state (checkpoint.dir): it can't be made in /proc: ")
     assert f"{folder}/file (container.allocation_dir): Not a directory" in found.message
@@ -107,7 +107,7 @@ def closed_folder(folder: Path) -> Iterator[Path]:
 
 
 async def test_a_folder_of_another_user_is_reported(closed_folder: Path) -> None:
-    found = await look_at_folders({"checkpoint.dir": closed_folder / "state"})
+    found = look_at_folders({"checkpoint.dir": closed_folder / "state"})
     place = f"{closed_folder}/state (checkpoint.dir): it can't be made in {closed_folder}"
     assert found.message == f"can't be written: {place}: Permission denied"
 
@@ -130,7 +130,7 @@ def test_the_command_reports_every_fault_before_the_agent_starts(folder: Path) -
 
 async def test_a_file_with_settings_that_no_command_reads_is_a_warning(folder: Path) -> None:
     file = folder / "default"
-    assert (await look_at_settings(file)).state == "ok"
+    assert look_at_settings(file).state == "ok"
     file.touch()
-    found = await look_at_settings(file)
+    found = look_at_settings(file)
     assert (found.state, str(file) in found.message, "/etc/gpumgr/gpumgr.yaml" in (found.remedy or "")) == ("warning", True, True)
