@@ -16,8 +16,8 @@ from gpumgr.enforcement.backend import Backend, BackendName, ReportUnlimited, Un
 from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.commands import ControlFeatures, MpsProtocol, choose_protocol
 from gpumgr.enforcement.mps.compute_mode import ComputeModes
-from gpumgr.enforcement.mps.control import ControlProgram, find_control_program
-from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
+from gpumgr.enforcement.mps.control import ControlProgram, DaemonConfig, find_control_program
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.findings import Observer
 from gpumgr.enforcement.mps.folders import (
     DaemonRecords,
@@ -159,11 +159,11 @@ class Mps(Backend):
     # -- one container --------------------------------------------------------------------------------------------------------
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        return self.answer(tenant, kind, self.limits)
+        return self.answer(tenant, kind, limited=True)
 
-    def answer(self, tenant: GpuShare, kind: Resource, limits: Collection[Resource]) -> ContainerResponse:
-        """The answer for a container with only these limits. Raises Refusal."""
-        return answer(tenant, kind, self._ready().config.protocol, limits, self._root)
+    def answer(self, tenant: GpuShare, kind: Resource, *, limited: bool) -> ContainerResponse:
+        """Raises Refusal."""
+        return answer(tenant, kind, self._ready().config.protocol, self._root, limited=limited)
 
     async def put_limits(self, tenant: GpuShare) -> None:
         await self.admit(tenant, _share(tenant.only_gpu("MPS")))
@@ -288,11 +288,9 @@ def _whole(tenant: GpuShare) -> Share:
     return Share(cores=100, memory_bytes=tenant.only_gpu("MPS").total_bytes or _ALL_MEMORY_BYTES)
 
 
-def answer(
-    tenant: GpuShare, kind: Resource, protocol: MpsProtocol, limits: Collection[Resource], root: Path
-) -> ContainerResponse:
-    """MPS's part of the answer to Allocate. Pure. `root`: has one folder for each GPU. `limits`: what MPS limits. Raises Refusal for
-    several GPUs, since each has its own daemon, and a process uses only one.
+def answer(tenant: GpuShare, kind: Resource, protocol: MpsProtocol, root: Path, *, limited: bool) -> ContainerResponse:
+    """MPS's part of the answer to Allocate. Pure. `root`: has one folder for each GPU. `limited`: False for an exempt container. Raises
+    Refusal for several GPUs, since each has its own daemon, and a process uses only one.
 
     All clients must use the daemon's own path of the pipe folder (NVIDIA's documentation on CUDA_MPS_PIPE_DIRECTORY). The folder is mounted
     read-only, as by NVIDIA's container toolkit: sockets and pipes work, but root in a container can't make links where the daemon, which is
@@ -308,12 +306,12 @@ def answer(
     gpu = tenant.only_gpu("MPS")
     if kind == "memory":
         # The daemon's only GPU has the index 0. An entry for a GPU that is not visible would void the limit.
-        limited = protocol == 2 and "memory" in limits
-        return ContainerResponse(envs={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={gpu.memory_bytes >> 20}M"} if limited else {})
+        limit = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={gpu.memory_bytes >> 20}M"}
+        return ContainerResponse(envs=limit if limited and protocol == 2 else {})
     folder = GpuFolder(root / gpu.uuid)
     pipe = folder.pipe if protocol == 2 else folder.namespace(tenant.allocation)
     envs = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
-    if protocol == 2 and "core" in limits:
+    if limited and protocol == 2:
         envs["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(gpu.core_percent)
     mounts = (
         Mount(container_path=str(pipe), host_path=str(pipe), read_only=True),
@@ -337,7 +335,7 @@ class UnlimitedMps(Unlimited):
         self._mps = mps
 
     def prepare(self, tenant: GpuShare, kind: Resource) -> ContainerResponse:
-        return self._mps.answer(tenant, kind, self.limits)
+        return self._mps.answer(tenant, kind, limited=False)
 
     async def put_limits(self, tenant: GpuShare) -> None:
         await self._mps.admit(tenant, _whole(tenant))

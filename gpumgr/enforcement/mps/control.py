@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,17 @@ import msgspec
 
 from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
 from gpumgr.common.proc import mount_of, start_time_ticks
-from gpumgr.enforcement.mps.commands import Command, ControlFeatures, is_help, list_servers, parse_help, refusal_in
+from gpumgr.enforcement.mps.commands import (
+    Command,
+    ControlFeatures,
+    MpsProtocol,
+    environment,
+    is_help,
+    list_servers,
+    parse_help,
+    refusal_in,
+)
+from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
@@ -91,16 +101,35 @@ class ControlProgram:
         return await asyncio.get_running_loop().run_in_executor(_THREADS, limited)
 
 
-class DaemonClient(msgspec.Struct, frozen=True):
-    """Sends commands to the daemon that `environment` names."""
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What all daemons of the node have in common. `exclusive`: shared GPUs are in EXCLUSIVE_PROCESS mode. `clock`: in seconds. `client`: a
+    CUDA program that makes a context and ends; on an H200 a context takes less than a second."""
 
+    protocol: MpsProtocol
+    multiuser_option: str
     control: ControlProgram
+    launcher: LaunchMethod
+    modes: ComputeModes
+    exclusive: bool
+    clock: Callable[[], float]
+    client: Sequence[str]
+    client_seconds: float = 15.0
+
+
+class DaemonClient(msgspec.Struct, frozen=True):
+    """Sends commands to a GPU's daemon."""
+
+    config: DaemonConfig
+    uuid: str
     folder: GpuFolder
-    environment: Mapping[str, str]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return environment(self.config.protocol, self.uuid, self.folder.pipe, self.folder.log)
 
     async def run(self, *each: Command) -> str:
         """The last command's output. Raises MpsError."""
-        answers = [await self.control.query(command, self.environment) for command in each]
+        answers = [await self.config.control.query(command, self.environment) for command in each]
         return answers[-1]
 
     async def run_for_server(self, pid: int, *each: Command) -> str | None:

@@ -7,33 +7,26 @@ which process it is.
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.common.errors import MpsError, MpsTimeoutError, MpsTransientError
+from gpumgr.common.errors import MpsError, MpsTimeoutError
 from gpumgr.common.proc import is_running, start_time_ticks
 from gpumgr.common.units import Process
 from gpumgr.enforcement.mps import commands, launcher, processes
-from gpumgr.enforcement.mps.commands import MpsProtocol
-from gpumgr.enforcement.mps.compute_mode import ComputeModes, restore_mode, set_exclusive
-from gpumgr.enforcement.mps.control import ControlProgram, DaemonClient
+from gpumgr.enforcement.mps.client_trial import ClientTrial
+from gpumgr.enforcement.mps.compute_mode import restore_mode, set_exclusive
+from gpumgr.enforcement.mps.control import DaemonClient, DaemonConfig
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, Share
-from gpumgr.enforcement.mps.launcher import LaunchMethod
 from gpumgr.enforcement.mps.limits import Bounds, Limits, Namespaces, Tampering
 from gpumgr.ledger.ledger import AllocationId
 
 _START_SECONDS: Final = 10.0
-#: For the trial of a new client. On an H200 a context takes less than a second.
-_CLIENT_SECONDS: Final = 15.0
-#: Between two trials, and after a trial that hung.
-_CLIENT_PAUSE_SECONDS: Final = 15.0
-_HANG_PAUSE_SECONDS: Final = 60.0
 _PATIENCE_SECONDS: Final = 3
 _QUIT_SECONDS: Final = 5.0
 #: Between two restarts of a daemon that keeps ending.
@@ -42,28 +35,12 @@ _RESTART_PAUSE_SECONDS: Final = 15.0
 log = structlog.get_logger(__name__)
 
 
-class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What all daemons of the node have in common. `exclusive`: shared GPUs are in EXCLUSIVE_PROCESS mode. `clock`: in seconds."""
-
-    protocol: MpsProtocol
-    multiuser_option: str
-    control: ControlProgram
-    launcher: LaunchMethod
-    modes: ComputeModes
-    exclusive: bool
-    clock: Callable[[], float]
-    #: A CUDA program that makes a context and ends.
-    client: Sequence[str]
-    client_seconds: float = _CLIENT_SECONDS
-
-
 @dataclass(slots=True)
 class Daemon:
     """`home`: the folder of a daemon that starts now. `trouble`: why it can't be used. `clients`: pid -> namespace (None in protocol 2).
     `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: found at the last check or
-    later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `hang`: a sentence if new clients hang.
-    `silent`: the last command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the
-    clock."""
+    later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `silent`: the last
+    command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -82,17 +59,15 @@ class Daemon:
     idle_since: float | None = None
     end_not_before: float = float("-inf")
     unused: frozenset[AllocationId] = frozenset()
-    hang: str | None = None
     silent: bool = False
-    _client_left: bool = False
-    _tried_at: float = float("-inf")
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _not_before: float = float("-inf")
+    trial: ClientTrial = field(init=False)
     #: What was set at the present process of the daemon.
     _limits: Limits = field(init=False)
 
     def __post_init__(self) -> None:
-        self._limits = self._new_limits()
+        self._limits, self.trial = self._new_limits(), ClientTrial(self.uuid)
 
     @property
     def folder(self) -> GpuFolder:
@@ -160,7 +135,7 @@ class Daemon:
     def blocked(self) -> str | None:
         """Why the daemon must be replaced; None if it works. A daemon that answers no command must be: on an H200 a server that was
         stopped by a signal had this effect."""
-        return self.hang or (self.trouble if self.silent else None)
+        return self.trial.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
         """Raises MpsError while other containers depend on a blocked daemon, and OSError."""
@@ -178,15 +153,15 @@ class Daemon:
         older = {each: limit_bytes for each, limit_bytes in known.older if is_running(each)}
         if known.limits != share.limits or known.former_bytes is not None:
             former_bytes = max(known.memory_bytes, known.former_bytes or 0)
-            older = dict.fromkeys(_started(pids), former_bytes) | older
+            older = dict.fromkeys(processes.identified(pids), former_bytes) | older
             # Recorded before the limits change, so that a later call, perhaps of another agent process, continues.
             self.folder.put(allocation, share.with_older(older, former_bytes))
             if self.blocked is not None:  # each command would take seconds
                 raise MpsError(self.blocked)
             await self._limit({allocation})
             await self._list()
-            meanwhile = _started(pid for pid, namespace in self.clients.items() if namespace == allocation)
-            older = dict.fromkeys(meanwhile, max(former_bytes, share.memory_bytes)) | older
+            later = processes.identified(pid for pid, namespace in self.clients.items() if namespace == allocation)
+            older = dict.fromkeys(later, max(former_bytes, share.memory_bytes)) | older
             self.folder.put(allocation, share.with_older(older))
         elif len(older) < len(known.older):
             self.folder.put(allocation, share.with_older(older))
@@ -227,7 +202,7 @@ class Daemon:
             return False
         if found != self.process:
             self.process, self._limits = found, self._new_limits()
-            self.hang, self.silent = None, False
+            self.trial.hang, self.silent = None, False
             log.info("mps_daemon_adopted", gpu=self.uuid, pid=found[0])
         if self.folder.allocations():
             await self._set_mode()
@@ -314,7 +289,7 @@ class Daemon:
             await asyncio.sleep(processes.POLL_SECONDS)
             waited += processes.POLL_SECONDS
         self.process, self._limits, self.servers, self.clients = found, self._new_limits(), (), {}
-        self.hang, self.silent = None, False
+        self.trial.hang, self.silent = None, False
         await self._list()
 
     async def _create_server(self) -> None:
@@ -335,55 +310,19 @@ class Daemon:
             for pid in self.servers
         }
         clients = {client: namespace for each in self._clients_of.values() for client, namespace in each.items()}
-        self._client_left |= not self.clients.keys() <= clients.keys()
+        self.trial.client_left |= not self.clients.keys() <= clients.keys()
         self.clients = clients
         self.checks += 1
         return named
 
     @property
     def client_due(self) -> bool:
-        """Whether to try a new client: after a client has left, since one that is killed during its work can block the server, and again
-        while new clients hang."""
-        waited = self.config.clock() - self._tried_at
-        pause = _CLIENT_PAUSE_SECONDS if self._client_left else _HANG_PAUSE_SECONDS
-        return bool(self.servers) and (self._client_left or self.hang is not None) and waited >= pause
-
-    def _serves_others(self) -> bool:
-        """Whether a client of the agent's user would wait for the end of another user's clients (see `findings.judge`)."""
-        if self.config.protocol == 3 or self.config.multiuser_option:
-            return False
-        return any(processes.user_of(pid) != os.geteuid() for pid in self.servers)
+        return bool(self.servers) and self.trial.due(self.config.clock())
 
     async def try_client(self) -> None:
-        """Tries whether a new client gets a context in time, and sets `hang`. Called without `lock`, since a trial may hang."""
-        self._client_left, self._tried_at = False, self.config.clock()
-        process, folder, config = self.process, self.folder, self.config
-        if self._serves_others():
-            self._set_hang(None)  # the hang was at a server of the agent's user
-            return
-        pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
-        argv = launcher.client_command(config.launcher, folder.shm, environment, config.client)
-        hang, status = None, 0
-        try:
-            program = ControlProgram(Path(argv[0]), timeout_seconds=config.client_seconds)
-            status, _ = await program.communicate(argv, environment, "")
-        except MpsTimeoutError:
-            hang = f"new CUDA programs hang at the MPS daemon of GPU {self.uuid}: a trial got no context within {config.client_seconds:g} s"
-        except MpsTransientError:  # this says nothing about the daemon
-            return
-        # Another status: the program was not started, or CUDA refused. By now there may be another server.
-        if process == self.process and status == 0 and not self._serves_others():
-            self._set_hang(hang)
-
-    def _set_hang(self, hang: str | None) -> None:
-        if hang == self.hang:
-            return
-        self.hang, pid = hang, self.process and self.process[0]
-        if hang is not None:
-            log.warning("mps_daemon_hangs", gpu=self.uuid, pid=pid, reason=hang)
-        else:
-            log.info("mps_daemon_hangs_no_longer", gpu=self.uuid, pid=pid)
+        """Called without `lock`, since a trial may hang."""
+        process = self.process
+        await self.trial.run(self.config, self.folder, lambda: self.servers if self.process == process else None)
 
     async def end_clients(self, pids: Collection[int]) -> None:
         """`pids` need not be clients of the daemon. Raises MpsError."""
@@ -408,7 +347,7 @@ class Daemon:
         if found is not None:
             await self._quit(found)
         self._end_servers()
-        self.process, self.servers, self.clients, self.hang, self.silent = None, (), {}, None, False
+        self.process, self.servers, self.clients, self.trial.hang, self.silent = None, (), {}, None, False
         await restore_mode(self.config.modes, self.uuid, self.records)
         await self._mount_shm(mounted=False)
         await asyncio.to_thread(self.folder.remove)
@@ -417,18 +356,13 @@ class Daemon:
 
     async def _quit(self, process: Process) -> None:
         """Raises MpsError."""
-        gone = False
-        try:
-            if not self.silent:
+        if not self.silent:
+            try:
                 await self._daemon_client.run(commands.quit_daemon(self.config.protocol, _PATIENCE_SECONDS))
-                gone = await processes.wait_for_exit(process, _QUIT_SECONDS)
-        except MpsError as error:
-            log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if not gone:
-                processes.send_signal(process, number)
-                gone = await processes.wait_for_exit(process, _QUIT_SECONDS)
-        if not gone:
+                await processes.wait_for_exit(process, _QUIT_SECONDS)
+            except MpsError as error:
+                log.warning("mps_daemon_does_not_quit", gpu=self.uuid, pid=process[0], reason=str(error))
+        if not await processes.end(process, _QUIT_SECONDS):
             raise MpsError(f"the MPS daemon of GPU {self.uuid}, process {process[0]}, can't be ended; check the kernel's log")
 
     def _end_servers(self) -> None:
@@ -452,10 +386,4 @@ class Daemon:
 
     @property
     def _daemon_client(self) -> DaemonClient:
-        folder = self.folder
-        environment = commands.environment(self.config.protocol, self.uuid, folder.pipe, folder.log)
-        return DaemonClient(self.config.control, folder, environment)
-
-
-def _started(pids: Iterable[int]) -> set[Process]:
-    return {(pid, ticks) for pid in pids if (ticks := start_time_ticks(pid)) is not None}
+        return DaemonClient(self.config, self.uuid, self.folder)

@@ -130,7 +130,7 @@ class Observer:
         return View(
             protocol=daemon.config.protocol,
             multiuser=bool(daemon.config.multiuser_option),
-            trouble=daemon.trouble or daemon.hang,
+            trouble=daemon.trouble or daemon.trial.hang,
             tampering=daemon.tampering,
             suspects=self._suspects(allocations, daemon.tampering) if daemon.tampering else (),
             server_user=users[0] if users else None,

@@ -12,7 +12,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -70,6 +70,20 @@ async def wait_for_exit(process: Process, patience_seconds: float) -> bool:
             return False
         await asyncio.sleep(POLL_SECONDS)
     return True
+
+
+async def end(process: Process, patience_seconds: float) -> bool:
+    """Ends the process by SIGTERM or SIGKILL, each with this patience; returns whether it has ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        send_signal(process, number)
+        if await wait_for_exit(process, patience_seconds):
+            return True
+    return False
+
+
+def identified(pids: Iterable[int]) -> set[Process]:
+    """The processes with these pids that run."""
+    return {(pid, ticks) for pid in pids if (ticks := start_time_ticks(pid)) is not None}
 
 
 def uses_pipe_folder(pid: int, pipe: Path) -> bool:

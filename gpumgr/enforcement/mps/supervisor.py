@@ -11,7 +11,8 @@ import structlog
 
 from gpumgr.common.errors import MpsError
 from gpumgr.enforcement.mps.compute_mode import DEFAULT
-from gpumgr.enforcement.mps.daemon import Daemon, DaemonConfig
+from gpumgr.enforcement.mps.control import DaemonConfig
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder, gpu_folders
 from gpumgr.ledger.ledger import AllocationId
 

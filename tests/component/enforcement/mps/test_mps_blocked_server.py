@@ -70,7 +70,7 @@ async def test_it_is_found_after_a_client_has_left_and_reported_to_its_container
 async def test_a_server_that_works_is_not_reported_and_not_tried_without_a_reason(place: Place) -> None:
     backend = await blocked(place, hangs=False)
     (daemon,) = backend.daemons()
-    assert (daemon.hang, daemon._tried_at) == (None, place.seconds - CHECK_SECONDS)
+    assert (daemon.trial.hang, daemon.trial.tried_at) == (None, place.seconds - CHECK_SECONDS)
 
 
 async def test_a_new_container_replaces_it_if_no_other_depends_on_it(place: Place) -> None:
@@ -100,9 +100,9 @@ async def test_a_server_that_recovers_is_found_to_work(place: Place) -> None:
     place.behave()
     await place.pass_time(backend, CHECK_SECONDS)
     (daemon,) = backend.daemons()
-    assert daemon.hang is not None, "not so soon"
+    assert daemon.trial.hang is not None, "not so soon"
     await place.pass_time(backend, 60.0)
-    assert daemon.hang is None
+    assert daemon.trial.hang is None
 
 
 @pytest.mark.parametrize("status", [1, 2, 3])
@@ -112,19 +112,19 @@ async def test_a_trial_that_does_not_get_as_far_changes_nothing(place: Place, st
     reconfigure(backend, "/bin/sh", "-c", f"exit {status}")
     await place.pass_time(backend, 60.0)
     (daemon,) = backend.daemons()
-    assert daemon._tried_at == place.seconds
-    assert daemon.hang is not None
+    assert daemon.trial.tried_at == place.seconds
+    assert daemon.trial.hang is not None
 
 
 async def test_trials_have_a_pause_between_them(place: Place) -> None:
     backend = await blocked(place, hangs=False)
     (daemon,) = backend.daemons()
-    first = daemon._tried_at
-    daemon._client_left = True
+    first = daemon.trial.tried_at
+    daemon.trial.client_left = True
     await place.pass_time(backend, 1.0)
-    assert (daemon._client_left, daemon._tried_at) == (True, first)
+    assert (daemon.trial.client_left, daemon.trial.tried_at) == (True, first)
     await place.pass_time(backend, 10.0)
-    assert (daemon._client_left, daemon._tried_at) == (False, place.seconds)
+    assert (daemon.trial.client_left, daemon.trial.tried_at) == (False, place.seconds)
 
 
 async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ async def test_a_server_of_another_user_is_not_tried(place: Place, monkeypatch: 
     backend, daemon, marker = await for_one_user(place)
     await place.attach(backend, tenant(), FAKE_MPS_AS_USER=str(os.geteuid() + 1))
     monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + 1)
-    daemon._client_left, daemon.hang = True, "the server before it hung"
+    daemon.trial.client_left, daemon.trial.hang = True, "the server before it hung"
     await place.pass_time(backend)
     assert daemon.servers
     await place.pass_time(backend)
-    assert (backend.daemons()[0].hang, daemon._client_left, marker.exists()) == (None, False, False)
+    assert (backend.daemons()[0].trial.hang, daemon.trial.client_left, marker.exists()) == (None, False, False)
 
 
 async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ async def test_a_trial_during_which_another_users_server_begins_is_no_hang(place
     await place.attach(backend, tenant())
     await place.pass_time(backend)
     monkeypatch.setattr(processes, "user_of", lambda _: os.geteuid() + marker.exists())
-    daemon._client_left = True
+    daemon.trial.client_left = True
     await place.pass_time(backend)
-    assert (daemon.hang, marker.exists()) == (None, True)
+    assert (daemon.trial.hang, marker.exists()) == (None, True)
 
 
 async def test_the_client_that_tries_a_daemon_is_not_unattributed(place: Place) -> None:

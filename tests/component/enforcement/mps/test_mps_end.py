@@ -131,7 +131,7 @@ async def test_an_allocation_that_is_made_again_needs_the_daemon_at_once(place: 
     await backend.tend(set)
     await backend.start(tenant())
     pid = place.daemon_pid()
-    backend.daemons()[0].hang = "it hangs"
+    backend.daemons()[0].trial.hang = "it hangs"
     with pytest.raises(Refusal, match=r"replaced when the other containers on it have ended \(1\)"):
         await backend.start(tenant("b2"))
     assert place.daemon_pid() == pid
