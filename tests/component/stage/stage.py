@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from gpumgr.agent.admission import Admission
 from gpumgr.agent.container_starts import ContainerStarts
@@ -32,7 +34,7 @@ from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Change, Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.placement.devices import Gpu, Level, NodeSnapshot, Topology
-from gpumgr.placement.pods import ContainerSpec, PodKey, PodSandbox, PodView
+from gpumgr.placement.pods import ContainerSpec, NamedGpu, PodKey, PodSandbox, PodView
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import EnforcementSettings
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimKubelet, SimPod
@@ -191,6 +193,7 @@ class MemoryAgent:
         *,
         mig: MemoryMig | None = None,
         inventory: Inventory | None = None,
+        before_offer: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Makes the agent, or the next one after a restart."""
         self.device_lists = DeviceListPublisher(self.publish, clock=self.clock)
@@ -201,6 +204,7 @@ class MemoryAgent:
             runs=self.runs,
             clock=self.clock,
             inventory=inventory,
+            before_offer=before_offer,
         )
         pod_ends = PodEnds(self.pods, self.runtime, node="node-1", clock=self.clock)
         self.admission = Admission(self.pods, pod_resources, pod_ends, pod_wait_seconds=lambda: 0.01, clock=self.clock)
@@ -312,6 +316,19 @@ class Stage(MemoryAgent):
         if known:
             self.tell(pod)
         return pod
+
+    def kubelet_prefers(self, *ids: str) -> None:
+        """The kubelet takes these ids, whatever the agent would prefer."""
+
+        async def preferred(*_: object) -> list[str]:
+            return [*ids]
+
+        self.agent.prefer = preferred  # type: ignore[method-assign, assignment]
+
+    def placed(self, pod: SimPod, *shares: NamedGpu, containers: Sequence[str] = ("main",)) -> None:
+        """A scheduler's placement: each of these containers has these shares."""
+        view = self.pods.views[pod.namespace, pod.name]
+        self.pods.views[view.key] = replace(view, placed=tuple((name, shares) for name in containers))
 
     async def run(self, pod: SimPod) -> PodStatus:
         status = await self.kubelet.run(pod)

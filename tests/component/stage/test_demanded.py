@@ -73,16 +73,6 @@ async def test_a_demand_that_no_gpu_with_room_meets_is_refused_with_the_reason(
         assert not gpus_of(node, "a")
 
 
-@pytest.mark.parametrize("container", [hami(2, gpumem=100), app(200, 2)])
-async def test_gpus_of_one_numa_node(folder: Path, container: SimContainer) -> None:
-    """GPU 0 is in use, and 1 and 2 are the pair that fits best."""
-    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
-        first = node.pod("one", app(100, 1), annotations={"nvidia.com/use-gpuuuid": UUIDS[0]})
-        await node.run_all(first)
-        await node.run_all(node.pod("pair", container, annotations={"nvidia.com/numa-bind": "true"}))
-        assert gpus_of(node, "pair") == [2, 3]
-
-
 async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
     mutex = {"hami.io/gpu-scheduler-policy": "mutex"}
     async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
@@ -106,32 +96,19 @@ async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:
     """Scheduler and node disagree, and nothing else changes."""
     async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
         pod = node.pod("a", hami(gpumem=100), annotations={"nvidia.com/nouse-gputype": "T4"})
-        view = node.pods.views["team", "a"]
-        node.pods.views[view.key] = replace(view, placed=(("main", ((UUIDS[0], Amounts(0, 100)),)),))
+        node.placed(pod, (UUIDS[0], Amounts(0, 100)))
         status = await node.kubelet.run(pod)
         assert f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU not of model T4" in (status.message or "")
         assert node.ledger.allocations == {}
 
 
-@pytest.mark.parametrize(
-    ("container", "annotations", "chosen", "reason"),
-    [
-        (hami(gpumem=100), {"nvidia.com/use-gputype": "A100"}, [1],
-         f"GPU1 (00000001) can't be granted: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100"),
-        (hami(2, gpumem=100), {"nvidia.com/numa-bind": "true"}, [1, 2],
-         "the pod demands GPUs of one NUMA node, and GPU1 (00000001), GPU2 (00000002) are on several"),
-    ],
-)  # fmt: skip
-async def test_ids_that_the_kubelet_chose_itself_are_refused_at_allocate(
-    folder: Path, container: SimContainer, annotations: Mapping[str, str], chosen: list[int], reason: str
-) -> None:
-    async def preferred(*_: object) -> list[str]:
-        return [f"{UUIDS[gpu]}-0" for gpu in chosen]
-
+async def test_ids_that_the_kubelet_chose_itself_are_refused_at_allocate(folder: Path) -> None:
     async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
-        node.agent.prefer = preferred  # type: ignore[method-assign, assignment]
-        status = await node.run(node.pod("a", container, annotations=annotations))
-        assert reason in (status.message or "")
+        node.kubelet_prefers(f"{UUIDS[1]}-0")
+        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/use-gputype": "A100"}))
+        assert (f"GPU1 (00000001) can't be granted: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100") in (
+            status.message or ""
+        )
         assert node.ledger.allocations == {}
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of a node as pods get them: numbers, unlike memory, loss, and how they are shown."""
+"""The GPUs of a node as pods get them: shared and whole, numbers, unlike memory, loss, and how they are shown."""
 
 import asyncio
 from pathlib import Path
@@ -35,6 +35,21 @@ def without_first(node: NodeSnapshot) -> NodeSnapshot:
     levels = tuple(row[1:] for row in node.topology.levels[1:])
     nvlinks = tuple(row[1:] for row in node.topology.nvlinks[1:])
     return replace(node, gpus=gpus, topology=Topology(levels, nvlinks))
+
+
+@pytest.mark.peer_bug("B19: it drops its choice for whole GPUs without memory")
+async def test_shares_pack_onto_one_gpu_and_whole_pods_take_the_rest(folder: Path) -> None:
+    async with stage(folder) as node:
+        shares = [node.pod(f"share-{n}", app(20, 3)) for n in range(5)]
+        whole = node.pod("whole", app(100))
+        pair = node.pod("pair", app(200, 20))
+        for pod in (*shares, whole, pair):
+            await node.run_all(pod)
+        node.check_agreement(*shares, whole, pair)
+        ledger = node.ledger
+        assert {tuple(a.gpus) for pod in shares for a in ledger.of(("team", pod.name))} == {("00000000",)}
+        assert [tuple(a.gpus) for a in ledger.of(("team", "whole"))] == [("00000001",)]
+        assert [tuple(a.gpus) for a in ledger.of(("team", "pair"))] == [("00000002", "00000003")]
 
 
 @pytest.mark.peer_bug("B7: it sorts its one tree in place while it draws, and two readers end it")

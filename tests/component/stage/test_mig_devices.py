@@ -17,7 +17,6 @@ from gpumgr.agent.reconciler import GAP_SECONDS
 from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE, Amounts
 from gpumgr.placement.mig import amounts_of, place_named
-from gpumgr.placement.pods import NamedGpu
 from gpumgr.sim.kubelet import PodStatus, SimPod
 from tests.mig_profiles import H100
 
@@ -57,12 +56,11 @@ async def end(node: Stage, pod: SimPod) -> None:
         await node.agent.reconciler.sweep()
 
 
-def place(node: Stage, pod: SimPod, gpu: str, *places: tuple[str, int]) -> None:
-    """The scheduler's placement of the pod's container main."""
-    found = [place_named(H100, *each) for each in places]
-    shares: list[NamedGpu] = [(uuid_of(node, gpu), amounts_of(each, H100)) for each in found if each]
-    view = node.pods.views[pod.namespace, pod.name]
-    node.pods.views[view.key] = replace(view, placed=(("main", tuple(shares)),))
+def place(node: Stage, pod: SimPod, gpu: str, profile: str, start: int, containers: Sequence[str] = ("main",)) -> None:
+    """The scheduler's placement of these containers of the pod."""
+    found = place_named(H100, profile, start)
+    assert found is not None
+    node.placed(pod, (uuid_of(node, gpu), amounts_of(found, H100)), containers=containers)
 
 
 async def test_a_refusal_names_what_no_gpu_has_a_place_for(folder: Path) -> None:
@@ -115,16 +113,6 @@ async def test_a_device_of_a_failed_admission_is_destroyed(folder: Path) -> None
         assert not node.ledger.allocations
 
 
-async def test_a_place_where_no_device_can_be_created_is_not_used_by_the_next_pod(folder: Path) -> None:
-    """Also before the next look at the MIG devices, which is a second later."""
-    async with mig_stage(folder) as (node, mig):
-        mig.broken = "nvmlDeviceCreateGpuInstanceWithPlacement: Unknown Error (NVML error 999)"
-        assert (await node.run(node.pod("a", hami(gpumem=5000)))).phase == "Failed"
-        mig.broken = ""
-        await node.run_all(node.pod("b", hami(gpumem=5000)))
-        assert mig.places(uuid_of(node)) == [("1g.10gb", 5)]
-
-
 async def test_what_a_crash_left_at_the_place_gives_way(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         await mig.create_mig_instance(uuid_of(node), H100[0], 0)
@@ -136,17 +124,16 @@ async def test_what_a_crash_left_at_the_place_gives_way(folder: Path) -> None:
 async def test_the_schedulers_place_is_followed_or_refused(folder: Path) -> None:
     async with mig_stage(folder, gpus=2) as (node, mig):
         pod = node.pod("a", hami(gpumem=5000))
-        place(node, pod, SECOND, ("1g.10gb", 1))
+        place(node, pod, SECOND, "1g.10gb", 1)
         await node.run_all(pod)
         assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
         rival = node.pod("b", hami(gpumem=15000))
-        place(node, rival, SECOND, ("2g.20gb", 0))
+        place(node, rival, SECOND, "2g.20gb", 0)
         status = await node.run(rival)
         assert status.phase == "Failed"
         assert "has no free place for the MIG device" in (status.message or "")
         shared = node.pod("c", hami(gpumem=5000))
-        view = node.pods.views[shared.namespace, shared.name]
-        node.pods.views[view.key] = replace(view, placed=(("main", ((uuid_of(node, SECOND), Amounts(10, 5000)),)),))
+        node.placed(shared, (uuid_of(node, SECOND), Amounts(10, 5000)))
         status = await node.run(shared)
         assert "names no MIG device that GPU1 (00000001) can have" in (status.message or "")
         assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
@@ -233,9 +220,7 @@ async def test_one_device_serves_an_init_container_and_the_container_that_takes_
     async with mig_stage(folder) as (node, mig):
         pod = node.pod("a", hami(1, "fetch", "init", **first), hami(1, "main", "app", **second))
         if named:
-            place(node, pod, FIRST, place_of_both)
-            view = node.pods.views[pod.namespace, pod.name]
-            node.pods.views[view.key] = replace(view, placed=(("fetch", view.placed[0][1]), *view.placed))
+            place(node, pod, FIRST, *place_of_both, containers=("fetch", "main"))
         await node.run_all(pod)
         assert mig.places(uuid_of(node)) == [place_of_both]
         node.check_agreement(pod)
@@ -285,9 +270,10 @@ async def test_a_place_is_free_again_at_once_and_one_that_fails_is_not_used_for_
         mig.broken = "Insufficient Resources"
         assert (await node.run(node.pod("third", hami(gpumem=5000)))).phase == "Failed"
         mig.broken = ""
+        await node.run_all(node.pod("fourth", hami(gpumem=5000)))  # before the next look at the MIG devices, and after it
         await sample(node, mig)
-        await node.run_all(node.pod("fourth", hami(gpumem=5000)))
-        assert mig.places(uuid_of(node)) == [("1g.10gb", 4), ("1g.10gb", 6)]
+        await node.run_all(node.pod("fifth", hami(gpumem=5000)))
+        assert mig.places(uuid_of(node)) == [("1g.10gb", 3), ("1g.10gb", 4), ("1g.10gb", 6)]
 
 
 async def test_a_device_with_the_uuid_of_a_former_one_is_not_destroyed(folder: Path) -> None:

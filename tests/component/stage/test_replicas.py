@@ -8,7 +8,6 @@ from typing import Literal
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts
@@ -140,8 +139,7 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
         gpus = [gpu.uuid for gpu in node.ledger.gpu_registry.gpus]
         pods = [node.pod(name, hami(gpumem=100)) for name in ("a", "b")]
         for pod, uuid in zip(pods, (gpus[3], "GPU-unknown"), strict=True):
-            view = node.pods.views["team", pod.name]
-            node.pods.views[view.key] = replace(view, placed=(("main", ((uuid, Amounts(0, 100)),)),))
+            node.placed(pod, (uuid, Amounts(0, 100)))
         assert (await node.kubelet.run(pods[0])).phase == "Running"
         assert [*granted(node, "a")[0]] == ["00000003"]
         assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
@@ -199,11 +197,7 @@ async def test_ids_that_the_kubelet_chose_itself_decide_or_are_refused(folder: P
     async with stage(folder, node=snapshot(2), kinds=WITHOUT_MIG) as node:
         pod = node.pod("pair", hami(2, gpumem=100))
         uuid = node.ledger.gpu_registry.gpus[1].uuid
-        node.agent.prefer = lambda *_: _chosen([f"{uuid}-0", f"{uuid}-1"])  # type: ignore[method-assign]
+        node.kubelet_prefers(f"{uuid}-0", f"{uuid}-1")
         status = await node.kubelet.run(pod)
         assert "the kubelet chose 2 replicas of GPU1 (00000001), and a container gets one of each GPU" in (status.message or "")
         assert node.ledger.allocations == {}
-
-
-async def _chosen(ids: list[str]) -> list[str]:
-    return ids

@@ -1,7 +1,7 @@
 """The controller in front of the simulated API server, with the objects of Dynamic Resource Allocation and clocks that the test moves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
-from tests.component.cluster.scheduler.conftest import FAST, Clock
+from tests.component.cluster.scheduler.conftest import FAST, Clock, node
 
 Json = dict[str, Any]
 GATE = {"name": "gpumgr.io/quota"}
@@ -51,6 +51,14 @@ class DraObjects:
 
     def put(self, kind: str, item: Json) -> None:
         self.watched[kind].put(item)
+
+    def put_dra_node(self, name: str, model: str, memory: str = "40Gi", labels: Mapping[str, str] | None = None) -> None:
+        """A node in mode dra with one GPU, and its slice."""
+        made = node(name, 0, None)
+        made["metadata"]["labels"] = labels or {}
+        self.sim.put_node(made)
+        device = {"name": "gpu-0", "attributes": {"productName": {"string": model}}, "capacity": {"memory": {"value": memory}}}
+        self.put("resourceslices", {"metadata": {"name": name, "uid": name}, "spec": {"nodeName": name, "devices": [device]}})
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         objects = self.watched[request.path.rpartition("/")[2]]
@@ -107,9 +115,10 @@ def pod(
     return {"metadata": metadata, "spec": spec, "status": status}
 
 
-def quota(cores: int) -> Json:
+def quota(limits: int | str) -> Json:
+    """`limits`: the cores of the team, or all of its limits."""
     meta = {"name": "gpuquota", "namespace": "kube-system", "uid": "uid-quota"}
-    return {"metadata": meta, "data": {"quota.yaml": f"team: [{{cores: {cores}}}]"}}
+    return {"metadata": meta, "data": {"quota.yaml": f"team: {limits if isinstance(limits, str) else f'[{{cores: {limits}}}]'}"}}
 
 
 class Stage:

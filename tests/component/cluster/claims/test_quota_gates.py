@@ -50,15 +50,9 @@ async def test_pods_of_plugin_mode_count(stage: Stage) -> None:
 
 
 async def test_limits_of_gpus_in_plugin_mode_hold_no_claim_back(dra: DraObjects, tmp_path: Path) -> None:
-    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 0, model: H100}]"}})
+    dra.sim.put_configmap(quota("[{cores: 0, model: H100}]"))
     dra.sim.put_node(plugin.node("plugin", 1, plugin.inventory("plugin", 1, model="NVIDIA H100")))
-    dra.sim.put_node(plugin.node("dra", 0, None))
-    device = {
-        "name": "gpu-0",
-        "attributes": {"productName": {"string": "NVIDIA A100"}},
-        "capacity": {"memory": {"value": "40Gi"}},
-    }
-    dra.put("resourceslices", {"metadata": {"name": "dra", "uid": "dra"}, "spec": {"nodeName": "dra", "devices": [device]}})
+    dra.put_dra_node("dra", "NVIDIA A100")
     async with running(dra, tmp_path) as stage:
         stage.gated_pod("one", 10)
         await until(lambda: not stage.gated("one"))
@@ -154,9 +148,7 @@ async def test_another_gate_is_never_removed_by_mistake(stage: Stage) -> None:
 
 
 async def test_quotas_that_cant_be_read_hold_all_pods_back(dra: DraObjects, tmp_path: Path) -> None:
-    broken = quota(100)
-    broken["data"]["quota.yaml"] = "team: 5"
-    dra.sim.put_configmap(broken)
+    dra.sim.put_configmap(quota("5"))
     async with running(dra, tmp_path) as stage:
         stage.gated_pod("one", 10)
         await until(lambda: bool(stage.events("one")))
@@ -167,14 +159,9 @@ async def test_quotas_that_cant_be_read_hold_all_pods_back(dra: DraObjects, tmp_
 
 
 async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tmp_path: Path) -> None:
-    limits = "team: [{cores: 100, model: A100}, {memory: 3Gi, model: V100}]"
-    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": limits}})
+    dra.sim.put_configmap(quota("[{cores: 100, model: A100}, {memory: 3Gi, model: V100}]"))
     for name, model, memory in (("a", "NVIDIA A100", "40Gi"), ("v", "Tesla V100", "2Gi")):
-        node = plugin.node(name, 0, None)
-        node["metadata"]["labels"] = {"gaia.tencent.com/gpu-model": model.rpartition(" ")[2]}
-        dra.sim.put_node(node)
-        device = {"name": "gpu-0", "attributes": {"productName": {"string": model}}, "capacity": {"memory": {"value": memory}}}
-        dra.put("resourceslices", {"metadata": {"name": name, "uid": name}, "spec": {"nodeName": name, "devices": [device]}})
+        dra.put_dra_node(name, model, memory, {"gaia.tencent.com/gpu-model": model.rpartition(" ")[2]})
     async with running(dra, tmp_path) as stage:
         stage.gated_pod("first", 90)
         await until(lambda: not stage.gated("first"))
@@ -192,10 +179,8 @@ async def test_limits_of_a_model_use_the_slices_of_the_nodes(dra: DraObjects, tm
 
 async def test_limits_of_a_model_hold_while_all_slices_are_withdrawn(dra: DraObjects, tmp_path: Path) -> None:
     """Agents that are updated withdraw their slices for a while; the claims of a pod without its gate are allocated afterwards."""
-    dra.sim.put_configmap({**quota(0), "data": {"quota.yaml": "team: [{cores: 50, model: A100}]"}})
-    dra.sim.put_node(plugin.node("a", 0, None))
-    device = {"name": "gpu-0", "attributes": {"productName": {"string": "A100"}}, "capacity": {"memory": {"value": "40Gi"}}}
-    dra.put("resourceslices", {"metadata": {"name": "a", "uid": "a"}, "spec": {"nodeName": "a", "devices": [device]}})
+    dra.sim.put_configmap(quota("[{cores: 50, model: A100}]"))
+    dra.put_dra_node("a", "A100")
     async with running(dra, tmp_path) as stage:
         stage.gated_pod("first", 40)
         await until(lambda: not stage.gated("first"))

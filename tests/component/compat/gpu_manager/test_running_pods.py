@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,18 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.agent.admission import Admission
-from gpumgr.agent.pods import PodEnds
-from gpumgr.agent.reconciler import INCOMPLETE_SECONDS, Reconciler
-from gpumgr.agent.state import AgentState, DeviceListPublisher
+from gpumgr.agent.reconciler import INCOMPLETE_SECONDS
 from gpumgr.common.errors import CheckpointError, KubeletError
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.kubelet.records import FILE_NAME
+from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.node import NodeDevices
 from gpumgr.placement.pods import Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings
-from tests.component.stage.stage import Clock, Drift, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
+from tests.component.stage.stage import Clock, MemoryAgent, MemoryCheckpoint, MemoryPods, MemoryRuntime, snapshot
 from tests.listings import listing_from
 
 GPU = "00000000"
@@ -47,25 +44,21 @@ class Kubelet:
         return self.listing
 
 
-class TakeoverNode:
+class TakeoverNode(MemoryAgent):
     """A node with known GPUs, a kubelet, and the contents of the two files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.kubelet, self.clock = folder, Kubelet(), Clock()
-        self.checkpoint, self.pods = MemoryCheckpoint(), MemoryPods(synced=False)
+        super().__init__(MemoryPods(synced=False), MemoryCheckpoint(), MemoryRuntime(), clock=Clock(), limits=None)
+        self.folder, self.kubelet = folder, Kubelet()
         self.shown: dict[PodKey, dict[str, dict[str, tuple[str, ...]]]] = {}
         self.remembered = 0
         self.started: TakeOver | None = None
         self.offered: list[NodeDevices] = []
-        self.device_lists = DeviceListPublisher(self.offered.append, clock=self.clock)
-        self.agent_state = AgentState(
-            Ledger(),
-            checkpoint=self.checkpoint,
-            device_lists=self.device_lists,
-            runs=lambda _: True,
-            clock=self.clock,
-            before_offer=self._before_offer,
-        )
+        host = HostPaths(exists=lambda _path: False, allocation_dir=str(folder))
+        self.build(Ledger(), self.kubelet, host, before_offer=self._before_offer)
+
+    def publish(self, node_devices: NodeDevices) -> None:
+        self.offered.append(node_devices)
 
     async def _before_offer(self) -> None:
         if self.started is not None:
@@ -73,18 +66,6 @@ class TakeoverNode:
 
     def take_over(self, *, done: bool = False) -> TakeOver:
         """The take-over of a new start."""
-        pod_ends = PodEnds(self.pods, MemoryRuntime(), node="node-1", clock=self.clock)
-        admission = Admission(self.pods, self.kubelet, pod_ends, pod_wait_seconds=lambda: 0.0, clock=self.clock)
-        ids = (f"{n:016x}" for n in count(1))
-        reconciler = self.reconciler = Reconciler(
-            agent_state=self.agent_state,
-            admission=admission,
-            pods=self.pods,
-            pod_ends=pod_ends,
-            meter=Drift(),
-            new_id=lambda: next(ids),
-            clock=self.clock,
-        )
 
         async def remember() -> None:
             if self.checkpoint.full:
@@ -100,8 +81,8 @@ class TakeoverNode:
                 kubelet=KubeletSettings(device_plugin_dir=self.folder),
             ),
             agent_state=self.agent_state,
-            reconciler=reconciler,
-            admission=admission,
+            reconciler=self.reconciler,
+            admission=self.admission,
             pods=self.pods,
             remember=None if done else remember,
             wait_synced=wait_synced,
@@ -131,7 +112,7 @@ class TakeoverNode:
         self.records(*uids, minors=minors, cores=cores)
         self.kubelets_file(*uids)
         for name, uid in pods:
-            self.runs(name, uid)
+            self.pod_runs(name, uid)
 
     def kubelets_file(self, *uids: str, ids: tuple[str, ...] = (), ours: tuple[str, ...] = ()) -> None:
         """`ours`: pods with ids of ours on the first GPU, beside `uids`."""
@@ -142,7 +123,7 @@ class TakeoverNode:
         ]
         (self.folder / FILE_NAME).write_text(json.dumps({"Data": {"PodDeviceEntries": entries}}))
 
-    def runs(self, name: str, uid: str, phase: str = "Running") -> None:
+    def pod_runs(self, name: str, uid: str, phase: str = "Running") -> None:
         """The API server shows this pod, and the kubelet, if it has not ended."""
         view = PodView(namespace="team", name=name, uid=uid, phase=phase, created_at=0.0, containers=())
         self.pods.views[view.key] = view
@@ -175,7 +156,7 @@ async def test_a_node_without_gpu_manager_is_free_at_once_and_for_good(scene: Ta
 
 async def test_our_ids_are_not_taken_for_gpu_managers_also_of_a_gpu_that_is_gone(scene: TakeoverNode) -> None:
     scene.kubelets_file("u1", ids=OURS)
-    scene.runs("a", "u1")
+    scene.pod_runs("a", "u1")
     assert await scene.take_over().held_back_by() is None
 
 
@@ -183,8 +164,8 @@ async def test_ids_in_no_file_withhold_all_devices_until_their_pods_end(scene: T
     take_over = scene.take_over()
     await scene.show_gpus()
     scene.kubelets_file("u1", "u2")
-    scene.runs("a", "u1")
-    scene.runs("over", "u2")
+    scene.pod_runs("a", "u1")
+    scene.pod_runs("over", "u2")
     scene.pods.views |= {("team", "over"): PodView(namespace="team", name="over", uid="u2", phase="Failed")}
     with capture_logs() as logs:
         reasons = [await take_over.held_back_by() for _ in range(2)]
@@ -193,8 +174,8 @@ async def test_ids_in_no_file_withhold_all_devices_until_their_pods_end(scene: T
     assert "gpuManager.takeOver=true" in str(reasons[0])
     (line,) = named(logs, "foreign_allocations")
     assert (line["log_level"], line["holders"]) == ("error", ("team/a (main)", "team/over (main)"))
-    scene.runs("over", "u2", "Failed")
-    scene.runs("a", "u1", "Succeeded")
+    scene.pod_runs("over", "u2", "Failed")
+    scene.pod_runs("a", "u1", "Succeeded")
     assert scene.remembered == 0
     assert await take_over.held_back_by() is None
     assert scene.remembered == 1
@@ -243,7 +224,7 @@ async def test_an_unreadable_file_counts_as_no_record(scene: TakeoverNode) -> No
     take_over = scene.take_over()
     await scene.show_gpus()
     scene.kubelets_file("u1")
-    scene.runs("a", "u1")
+    scene.pod_runs("a", "u1")
     with capture_logs() as logs:
         assert await take_over.held_back_by() is not None
     assert named(logs, "gpu_manager_checkpoint_unreadable") == []  # logged with the first GPUs
@@ -279,8 +260,8 @@ async def test_once_done_only_a_gpu_manager_that_came_back_counts(scene: Takeove
     assert scene.agent_state.ledger.allocations == {}
 
     scene.kubelets_file("u1", "u2")
-    scene.runs("b", "u2")
-    scene.runs("a", "u1")
+    scene.pod_runs("b", "u2")
+    scene.pod_runs("a", "u1")
     again = scene.take_over(done=True)
     await scene.show_gpus()
     assert [a.uid for a in scene.agent_state.ledger.allocations.values()] == ["u1"]
@@ -308,7 +289,7 @@ async def test_each_gpu_of_a_record_is_waited_for(scene: TakeoverNode) -> None:
     await with_gpu_3_late(scene, 1, 3)
     assert (scene.taken(), scene.remembered) == ([("u1", ("00000001",))], 0)
     await scene.show_gpus(4)
-    (a,) = scene.agent_state.ledger.check().allocations.values()
+    (a,) = scene.ledger.allocations.values()
     assert (a.pod, tuple(a.gpus), a.cores) == (("team", "a"), ("00000001", "00000003"), 200)
     assert scene.remembered == 1
 
@@ -333,7 +314,7 @@ async def test_a_record_without_room_holds_everything_back_and_is_tried_again_wh
     assert len(named(logs, "allocation_not_adopted")) == 1
     assert scene.remembered == 0
     (first,) = scene.agent_state.ledger.allocations
-    scene.runs("a", "u1", "Succeeded")
+    scene.pod_runs("a", "u1", "Succeeded")
     await scene.agent_state.commit(scene.agent_state.ledger.free((first,)))
     assert await take_over.held_back_by() is None
     assert (scene.taken(), scene.remembered) == ([("u2", (GPU,))], 1)
@@ -342,11 +323,11 @@ async def test_a_record_without_room_holds_everything_back_and_is_tried_again_wh
 async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(scene: TakeoverNode) -> None:
     scene.records("u1")
     scene.kubelets_file("u1", ours=("u2",))
-    scene.runs("a", "u1")
+    scene.pod_runs("a", "u1")
     scene.pods.views |= {("team", "ours"): PodView(namespace="team", name="ours", uid="u2", phase="Running")}
     with capture_logs() as logs:
         assert await scene.held_back_by() is None
-    ledger = scene.agent_state.ledger.check()
+    ledger = scene.ledger
     held = {a.uid: (a.pod, a.held("core")[GPU], a.anonymous) for a in ledger.allocations.values()}
     assert held == {
         "u2": (("team", "ours"), (1 << 50) - 1, False),
@@ -357,13 +338,13 @@ async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(s
 
 async def test_without_podresources_the_api_server_decides_after_a_while(scene: TakeoverNode) -> None:
     scene.kubelets_file("u1", "u2")
-    scene.runs("a", "u1")
+    scene.pod_runs("a", "u1")
     scene.kubelet.listing = None
     take_over = scene.take_over()
     assert "team/a (main), pod uid u2 (main)" in str(await take_over.held_back_by())
     scene.clock.now += INCOMPLETE_SECONDS
     assert str(await take_over.held_back_by()).startswith("team/a (main) hold")
-    scene.runs("a", "u1", "Failed")
+    scene.pod_runs("a", "u1", "Failed")
     assert await take_over.held_back_by() is not None
     scene.clock.now += INCOMPLETE_SECONDS - 1
     assert await take_over.held_back_by() is not None
@@ -376,7 +357,7 @@ async def test_records_of_pods_that_ended_are_left_behind(scene: TakeoverNode, d
     """Though the kubelet's file goes on naming them."""
     scene.records("over", "unknown")
     scene.kubelets_file("over", "unknown")
-    scene.runs("a", "over", "Succeeded")
+    scene.pod_runs("a", "over", "Succeeded")
     assert await scene.held_back_by(done=done) is None
     assert (scene.taken(), scene.remembered) == ([], 0 if done else 1)
 
@@ -384,7 +365,7 @@ async def test_records_of_pods_that_ended_are_left_behind(scene: TakeoverNode, d
 async def test_a_static_pod_is_identified_by_the_kubelets_uid(scene: TakeoverNode) -> None:
     scene.records("static")
     scene.kubelets_file("static")
-    scene.runs("a", "mirror")
+    scene.pod_runs("a", "mirror")
     view = scene.pods.views["team", "a"]
     scene.pods.views["team", "a"] = replace(view, runtime_uid="static")
     assert await scene.held_back_by() is None
