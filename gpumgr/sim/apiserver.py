@@ -108,11 +108,11 @@ class SimApiServer:
         """Creates or replaces a pod on any node, or on none."""
         self._pods.put(pod)
 
-    def put(self, pod: SimPod, status: PodStatus = _PENDING, *, controlled: bool = False) -> None:
-        """Sets the pod's status; a pod with a new UID is created. `controlled`: a ReplicaSet owns it."""
+    def put(self, pod: SimPod, status: PodStatus = _PENDING) -> None:
+        """Sets the pod's status; a pod with a new UID is created."""
         before = self._pods.items.get(pod.uid)
         created = before["metadata"]["creationTimestamp"] if before else datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        document = _document_of(pod, status, self.node_name, created, controlled=controlled)
+        document = _document_of(pod, status, self.node_name, created)
         document["metadata"]["annotations"] = before["metadata"]["annotations"] if before else {}
         self._pods.put(document)
 
@@ -222,9 +222,8 @@ class SimApiServer:
             await asyncio.sleep(self.delay_seconds)
 
 
-def _document_of(pod: SimPod, status: PodStatus, node: str, created: str, *, controlled: bool) -> Document:
+def _document_of(pod: SimPod, status: PodStatus, node: str, created: str) -> Document:
     said = {"phase": status.phase, "reason": status.reason, "message": status.message}
-    owners = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": pod.name, "uid": f"rs-{pod.uid}", "controller": True}]
     return {
         "kind": "Pod",
         "apiVersion": "v1",
@@ -233,7 +232,6 @@ def _document_of(pod: SimPod, status: PodStatus, node: str, created: str, *, con
             "name": pod.name,
             "uid": pod.uid,
             "creationTimestamp": created,
-            **({"ownerReferences": owners} if controlled else {}),
         },
         "spec": {
             "nodeName": node,

@@ -12,11 +12,11 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.api import PodDetails, to_json_data
 from gpumgr.common.errors import InputError
+from gpumgr.web.graph import graph_text
 from gpumgr.web.handlers import PATHS
 from gpumgr.web.http_server import HttpServer
 from gpumgr.web.listening import ListenError
 from tests.component.web.scene import Scene, page_server
-from tests.unit.web.metrics.pictures import uuid_of
 
 #: The pages that answer at once to a path without names in it.
 PLAIN = [path for path in PATHS if "{" not in path and path != "/api/stream"]
@@ -60,22 +60,6 @@ async def test_probes_answer_with_their_reasons(client: aiohttp.ClientSession, s
             assert (answer.status, await answer.json()) == (200, {"status": "ok", "reasons": []})
 
 
-async def test_graph_is_readable_text(client: aiohttp.ClientSession) -> None:
-    async with client.get("/graph?format=text") as answer:
-        assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
-        text = await answer.text()
-    assert text.splitlines() == [
-        "ROOT:0:0",
-        "|--PHB:0:0",
-        "|  |--GPU0:0:1",
-        f"|  |     NVIDIA A10, {uuid_of(0)}: 97 of 100 cores and 7 of 8 memory blocks free",
-        "|  |     team/share/main: 3 cores, 1 memory blocks",
-        "|  |--GPU1:0:1",
-        f"|  |     NVIDIA A10, {uuid_of(1)}: 0 of 100 cores and 0 of 8 memory blocks free",
-        "|  |     team/train/main: 100 cores, 0 memory blocks",
-    ]
-
-
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
@@ -89,6 +73,12 @@ async def test_documents_are_shown_as_the_sources_have_them(client: aiohttp.Clie
         assert answer.headers["Content-Type"] == "application/json; charset=utf-8"
         assert answer.headers["Cache-Control"] == "no-store"
         assert await answer.json() == shown
+
+
+async def test_graph_is_readable_text(client: aiohttp.ClientSession, scene: Scene) -> None:
+    async with client.get("/graph?format=text") as answer:
+        assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
+        assert await answer.text() == graph_text(scene.agent_state)
 
 
 @pytest.mark.parametrize(

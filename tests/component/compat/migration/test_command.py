@@ -115,23 +115,10 @@ def test_a_manifest_that_is_none_of_gpu_managers(folder: Path) -> None:
         migrate("gpu-manager", "--manifest", folder / "none")
 
 
-def test_a_checkpoint_that_cannot_be_understood_is_named(node: Path) -> None:
-    (node / "gpumanager_internal_checkpoint").write_text("{")
-    with pytest.raises(InputError, match="can't be decoded"):
-        migrate("gpu-manager", "--flags", f"--checkpoint-path={node}")
-
-
 def test_a_checkpoint_that_is_named_must_be_there(node: Path) -> None:
     for wrong in (node / "nope", node):
         with pytest.raises(InputError, match=f"--checkpoint {wrong} is not a readable file"):
             migrate("gpu-manager", "--flags", "--share-mode", "--checkpoint", wrong)
-
-
-def test_pods_without_a_record_cause_a_warning(node: Path) -> None:
-    """As an agent that starts then would find them."""
-    (node / "gpumanager_internal_checkpoint").unlink()
-    (said,) = planned(node)["warnings"]
-    assert said.startswith("pod uid u1 (main) hold GPUs from gpu-manager, according to the kubelet, and ")
 
 
 @pytest.mark.parametrize("name", ["--all", "a b", "GPU-7", "-", "x" * 254])

@@ -105,15 +105,6 @@ async def test_the_kubelet_itself_refuses_what_is_not_there(make_node: Any) -> N
     assert kubelet.node_status()[CORE_RESOURCE].capacity == 10
 
 
-async def test_sick_devices_are_not_handed_out(make_node: Any) -> None:
-    kubelet, plugin = await make_node(CORE, MEMORY)
-    plugin.core.sick = set(sorted(CORE)[:8])
-    plugin.core.changed.set()
-    await kubelet.until(lambda: kubelet.node_status()[CORE_RESOURCE].allocatable == 2)
-    await kubelet.admit(pod("a", app(2)))
-    assert kubelet.held("uid-a", "app", CORE_RESOURCE) == {"a-c08", "a-c09"}
-
-
 async def test_ended_pods_are_freed_at_the_next_admission(make_node: Any) -> None:
     kubelet, _ = await make_node(CORE, MEMORY)
     await kubelet.run(pod("a", app(10)))

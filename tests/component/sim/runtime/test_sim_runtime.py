@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.errors import CriError
 from gpumgr.common.rpc.channel import UnixChannel
 from gpumgr.placement.pods import PodSandbox
 from gpumgr.runtime.cri import CriClient, FirstProcess
@@ -75,14 +74,3 @@ async def test_a_restart_makes_another_container_and_its_pod_takes_both_along(ru
     assert set(runtime.remove("uid-1")) == {second.pid, other.pid}
     assert await client.list() == ()
     assert await client.init_process(second.id) is None
-
-
-async def test_an_outage_loses_nothing(runtime: SimRuntime, client: CriClient) -> None:
-    runtime.run(POD, "main")
-    assert len(await client.list()) == 1
-    await runtime.stop()
-    runtime.run(POD, "side")
-    with pytest.raises(CriError):
-        await client.list()
-    await runtime.start()
-    assert [each.name for each in await client.list()] == ["main", "side"]
