@@ -22,6 +22,12 @@ class Ended:
     out: str
     err: str
 
+    def failed(self, code: int, *words: str) -> None:
+        """It printed nothing but an error, which has these words."""
+        assert (self.code, self.out) == (code, "")
+        for each in words:
+            assert each in self.err
+
 
 Gpumgr = Callable[..., Awaitable[Ended]]
 

@@ -95,9 +95,7 @@ async def test_a_pod_has_the_entries_from_before_its_name_was_known(folder: Path
 
 async def test_following_needs_the_agent(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    ended = await gpumgr_command("history", "--follow")
-    assert (ended.code, ended.out) == (1, "")
-    assert "systemctl start gpumgr" in ended.err
+    (await gpumgr_command("history", "--follow")).failed(1, "systemctl start gpumgr")
 
 
 async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_the_agent(agent: FakeAgent, start: Start) -> None:

@@ -57,9 +57,9 @@ async def test_an_answer_of_another_structure_is_an_error(
 
 @pytest.mark.parametrize("answer", [[]])
 async def test_an_answer_that_is_no_object_is_an_error(kubeconfig: Path, gpumgr_command: Gpumgr) -> None:
-    ended = await gpumgr_command(*WHY, "--kubeconfig", kubeconfig)
-    assert (ended.code, ended.out) == (1, "")
-    assert "(the API server's answer is no JSON object: Expected `object`, got `array`); name the scheduler's pod" in ended.err
+    (await gpumgr_command(*WHY, "--kubeconfig", kubeconfig)).failed(
+        1, "(the API server's answer is no JSON object: Expected `object`, got `array`); name the scheduler's pod"
+    )
 
 
 @pytest.mark.parametrize("answer", [{"items": None}])

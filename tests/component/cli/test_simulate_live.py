@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ async def api() -> AsyncIterator[ClusterApiServer]:
 
 
 Given = Callable[[Json | str], Path]
+Simulate = Callable[..., Awaitable[Ended]]
 
 
 @pytest.fixture
@@ -77,34 +78,33 @@ def given(tmp_path: Path) -> Given:
     return write
 
 
-async def simulate(gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, *arguments: str | Path) -> Ended:
-    return await gpumgr_command("simulate", *arguments, "--from-cluster", "--kubeconfig", api.kubeconfig(tmp_path / "kubeconfig"))
+@pytest.fixture
+def simulate(gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path) -> Simulate:
+    """Runs `gpumgr simulate ARGUMENTS` on the cluster."""
+    options = ("--from-cluster", "--kubeconfig", api.kubeconfig(tmp_path / "kubeconfig"))
+    return lambda *arguments: gpumgr_command("simulate", *arguments, *options)
 
 
-async def test_fit_names_node_and_gpus_or_each_reason(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
-) -> None:
+async def test_fit_names_node_and_gpus_or_each_reason(simulate: Simulate, given: Given) -> None:
     file = given(pod("new", 50, nodeSelector={"kubernetes.io/hostname": "a"}))
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    found = await simulate("fit", file)
     assert (found.code, found.out.splitlines()[0]) == (0, "Pod team/new fits on node a GPU 0."), found
     assert "Not checked: pod affinities" in found.out
     file = given(pod("new", 70))
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    found = await simulate("fit", file)
     assert found.code == 1
     assert [line.split(maxsplit=1) for line in found.out.splitlines()[2:5]] == [
         ["a", "has no GPU with 70 free cores and 2.5 GiB (closest: GPU 0, 60 cores and 13.5 GiB)"],
         ["b", "has 40 of tencent.com/vcuda-core free; the pod requests 70"],
         ["c", "has the taint dedicated=x:NoSchedule"],
     ]
-    document = json.loads((await simulate(gpumgr_command, api, tmp_path, "fit", file, "--output", "json")).out)
+    document = json.loads((await simulate("fit", file, "--output", "json")).out)
     assert (document["fits"], document["node"], set(document["reasons"])) == (False, None, {"a", "b", "c"})
 
 
-async def test_defrag_prints_the_fewest_moves(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
-) -> None:
+async def test_defrag_prints_the_fewest_moves(simulate: Simulate, api: ClusterApiServer, given: Given) -> None:
     file = given(pod("new", 70))
-    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
+    found = await simulate("defrag", file)
     assert (found.code, found.out.splitlines()[:3]) == (
         0,
         ["Pod team/new fits on node a GPU 0 after 1 move.", "POD       FROM     TO", "team/one  a GPU 0  b GPU 0"],
@@ -113,7 +113,7 @@ async def test_defrag_prints_the_fewest_moves(
         bare = pod(name, cores, on, gpu)
         del bare["metadata"]["ownerReferences"]
         api.put_document(bare)
-    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file)
+    found = await simulate("defrag", file)
     assert (found.code, found.out.splitlines()[:2]) == (
         1,
         ["Found no plan with at most 3 moves.", "Not moved: 3 pods, each has no controller."],
@@ -121,23 +121,23 @@ async def test_defrag_prints_the_fewest_moves(
 
 
 async def test_a_snapshot_answers_as_the_cluster_and_has_no_secrets(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
+    simulate: Simulate, gpumgr_command: Gpumgr, tmp_path: Path, given: Given
 ) -> None:
     file = given(pod("new", 50))
     snapshot = tmp_path / "snapshot.json"
-    saved = await simulate(gpumgr_command, api, tmp_path, "--snapshot", snapshot)
+    saved = await simulate("--snapshot", snapshot)
     assert (saved.code, saved.out, saved.err) == (0, "", "")
     assert not re.search("hush|TOKEN|secret-owner", snapshot.read_text())
     found = await gpumgr_command("simulate", "fit", file, "--snapshot", snapshot)
     assert found.out.splitlines()[0] == "Pod team/new fits on node a GPU 0."
 
 
-async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given) -> None:
+async def test_budgets_protect_pods(simulate: Simulate, api: ClusterApiServer, given: Given) -> None:
     protected = pod("one", 40, "a")
     protected["metadata"]["labels"]["protected"] = "yes"
     api.put_document(protected)
     file = given(pod("new", 70))
-    found = await simulate(gpumgr_command, api, tmp_path, "defrag", file, "--output", "json")
+    found = await simulate("defrag", file, "--output", "json")
     document = json.loads(found.out)
     assert [move["pod"] for move in document["moves"]] == ["team/two"]
     assert document["not_moved"] == {"has a PodDisruptionBudget": 1}
@@ -145,7 +145,7 @@ async def test_budgets_protect_pods(gpumgr_command: Gpumgr, api: ClusterApiServe
 
 @pytest.mark.parametrize("status", [403, 404])
 async def test_a_cluster_without_readable_budgets_has_answers(
-    status: int, gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
+    status: int, simulate: Simulate, api: ClusterApiServer, given: Given
 ) -> None:
     """404: Kubernetes 1.20 has no policy/v1."""
 
@@ -155,14 +155,12 @@ async def test_a_cluster_without_readable_budgets_has_answers(
     await api.stop()
     api.routes[:] = [web.get("/apis/policy/v1/poddisruptionbudgets", no_budgets)]
     await api.start()
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", given(pod("new", 50)))
+    found = await simulate("fit", given(pod("new", 50)))
     assert (found.code, found.out.splitlines()[0]) == (0, "Pod team/new fits on node a GPU 0.")
     assert "PodDisruptionBudgets can't be listed: no pod counts as protected by one" in found.err
 
 
-async def test_what_can_not_be_read_is_counted_and_named(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
-) -> None:
+async def test_what_can_not_be_read_is_counted_and_named(simulate: Simulate, api: ClusterApiServer, given: Given) -> None:
     api.put_node(node("old", 1, text=json.dumps({"version": 9})))
     api.put_node(
         {"metadata": {"name": "broken", "uid": "uid-broken"}, "status": {"allocatable": {"cpu": "many"}, "capacity": {}}}
@@ -171,7 +169,7 @@ async def test_what_can_not_be_read_is_counted_and_named(
     bad["spec"]["containers"][0]["resources"]["limits"]["cpu"] = "lots"
     api.put_document(bad)
     file = given(pod("new", 100, nodeSelector={"kubernetes.io/hostname": "old"}))
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    found = await simulate("fit", file)
     assert found.out.startswith("Pod team/new fits on node old GPU 0.\n")
     lines = found.err.splitlines()
     assert lines[0] == "3 problems of the snapshot:"
@@ -215,17 +213,15 @@ def limits(text: str, more: str = "") -> str:
         ),
     ],
 )
-async def test_a_pod_that_can_not_be_used(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given, text: str, message: str
-) -> None:
+async def test_a_pod_that_can_not_be_used(simulate: Simulate, given: Given, text: str, message: str) -> None:
     file = given(text)
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
+    found = await simulate("fit", file)
     assert (found.code, found.out) == (2, "")
     assert found.err.startswith((f"gpumgr: {file} {message}", f"gpumgr: {file}: {message}"))
 
 
 async def test_wrong_usage_and_clusters_that_can_not_be_read(
-    gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
+    simulate: Simulate, gpumgr_command: Gpumgr, api: ClusterApiServer, tmp_path: Path, given: Given
 ) -> None:
     file = given(pod("new", 50))
     snapshot = tmp_path / "snapshot.json"
@@ -249,14 +245,8 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
     ):
         if content is not None:
             snapshot.write_text(content)
-        found = await gpumgr_command("simulate", *arguments)
-        assert (found.code, found.out) == (2, "")
-        assert message in found.err
+        (await gpumgr_command("simulate", *arguments)).failed(2, message)
     api.forbidden.add(("list", "pods"))
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
-    assert found.code == 1
-    assert "gpumgr: HTTP 403" in found.err
+    (await simulate("fit", file)).failed(1, "gpumgr: HTTP 403")
     await api.stop()
-    found = await simulate(gpumgr_command, api, tmp_path, "fit", file)
-    assert found.code == 1
-    assert f"the API server of {tmp_path / 'kubeconfig'} did not answer: " in found.err
+    (await simulate("fit", file)).failed(1, f"the API server of {tmp_path / 'kubeconfig'} did not answer: ")

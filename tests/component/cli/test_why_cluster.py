@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.component.cluster.scheduler.conftest import inventory, node, pod
 from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
 from tests.component.kube.conftest import write_kubeconfig
 
-from .conftest import Gpumgr
+from .conftest import Ended, Gpumgr
 
 Json = dict[str, Any]
 TOKEN = "s3cret"
@@ -113,6 +113,15 @@ async def api(
                 await local.stop()
 
 
+Why = Callable[..., Awaitable[Ended]]
+
+
+@pytest.fixture
+def why(folder: Path, gpumgr_command: Gpumgr) -> Why:
+    """Runs `gpumgr why POD --kubeconfig FILE OPTIONS`."""
+    return lambda pod, *options: gpumgr_command("why", pod, "--kubeconfig", folder / "kubeconfig", *options)
+
+
 def forwards(tmp_path: Path, script: str) -> None:
     """kubectl notes its arguments and runs the script."""
     kubectl = tmp_path / "bin" / "kubectl"
@@ -131,10 +140,8 @@ CPU, memory, taints and affinity are kube-scheduler's own filters, which only it
 """
 
 
-async def test_a_waiting_pod_has_its_reasons(
-    folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
-) -> None:
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+async def test_a_waiting_pod_has_its_reasons(folder: Path, tmp_path: Path, api: ProxyingApiServer, why: Why) -> None:
+    ended = await why("team/one")
     assert (ended.err, ended.out) == ("", TEXT)
     number, asked = (tmp_path / "asked").read_text().split(" ", 1)
     way = "--namespace gpu port-forward --address 127.0.0.1 pod/leader :1234"
@@ -142,17 +149,16 @@ async def test_a_waiting_pod_has_its_reasons(
     with pytest.raises(ProcessLookupError):  # kubectl has ended
         os.kill(int(number), 0)
     assert api.asked == []
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--all")
+    ended = await why("team/one", "--all")
     assert "in total\n    a: 200 cores and 32 GiB\n    b: 340 cores and 60 GiB\n" in ended.out
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig", "--output", "json")
+    ended = await why("team/one", "--output", "json")
     assert json.loads(ended.out)["waiting"]["kind"] == "resources"
 
 
 @pytest.mark.parametrize("token", [TOKEN], indirect=True)
-async def test_a_bound_pod_has_its_node(folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+async def test_a_bound_pod_has_its_node(tmp_path: Path, api: ProxyingApiServer, why: Why) -> None:
     api.leader, api.scheme = False, "https"
-    command = ("why", "team/there", "--kubeconfig", folder / "kubeconfig", "--token-file", tmp_path / "token")
-    ended = await gpumgr_command(*command)
+    ended = await why("team/there", "--token-file", tmp_path / "token")
     assert ended.out.startswith("Pod team/there is bound to node b.\n`gpumgr why team/there` on that node shows")
     assert api.asked == ["http:standby:1234", "https:standby:1234"], "the port may serve TLS"
 
@@ -186,20 +192,19 @@ async def test_a_pod_that_the_agent_does_not_know_is_asked_of_the_scheduler(
 async def test_options_for_the_scheduler_need_a_kubeconfig_also_on_a_node(
     options: tuple[str, ...], gpumgr_command: Gpumgr
 ) -> None:
-    ended = await gpumgr_command("why", "team/resnet-0", *options)
-    assert (ended.code, ended.out) == (2, "")
-    assert "these options ask the cluster's scheduler: give --kubeconfig FILE" in ended.err
+    (await gpumgr_command("why", "team/resnet-0", *options)).failed(
+        2, "these options ask the cluster's scheduler: give --kubeconfig FILE"
+    )
 
 
 @pytest.mark.parametrize("token", [TOKEN], indirect=True)
-async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
-    command = ("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, why: Why) -> None:
     (folder / "token").write_text(f"{TOKEN}\n")
-    assert (await gpumgr_command(*command, "--token-file", folder / "token")).out == TEXT
-    assert (await gpumgr_command(*command)).out == TEXT, "a forwarded port needs none"
+    assert (await why("team/one", "--token-file", folder / "token")).out == TEXT
+    assert (await why("team/one")).out == TEXT, "a forwarded port needs none"
     (folder / "token").write_text("other")
-    assert "send the token of http.token_file" in (await gpumgr_command(*command, "--token-file", folder / "token")).err
-    assert (await gpumgr_command(*command, "--token-file", folder / "none")).code == 2
+    assert "send the token of http.token_file" in (await why("team/one", "--token-file", folder / "token")).err
+    assert (await why("team/one", "--token-file", folder / "none")).code == 2
     assert api.asked == ["http:leader:1234"] * 2
 
 
@@ -216,37 +221,28 @@ async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, gp
     ],
 )
 async def test_a_port_that_can_not_be_forwarded_is_named(
-    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+    tmp_path: Path, why: Why, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
     if script == "exec sleep 60":
         monkeypatch.setattr(cluster_why, "_FORWARD_SECONDS", 0.5)
     forwards(tmp_path, script)
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
-    assert (ended.code, ended.out) == (1, "")
-    assert said in ended.err
+    (await why("team/one")).failed(1, said)
 
 
 @pytest.mark.usefixtures("api")
-async def test_a_scheduler_that_hangs_is_named(
-    folder: Path, tmp_path: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scheduler_that_hangs_is_named(tmp_path: Path, why: Why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_why, "REQUEST_TIMEOUT", ClientTimeout(total=0.3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{silent.getsockname()[1]} -> 1234'; exec sleep 60")
-        ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
+        ended = await why("team/one")
     assert (ended.code, ended.out) == (1, "")
     assert "the scheduler does not answer at the forwarded port: http: no answer in time; https: " in ended.err
 
 
 @pytest.mark.usefixtures("api")
-async def test_without_kubectl_the_token_is_asked_for(
-    folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_kubectl_the_token_is_asked_for(folder: Path, why: Why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
-    assert (ended.code, ended.out) == (1, "")
-    assert "kubectl is not installed" in ended.err
-    assert "--token-file FILE" in ended.err
+    (await why("team/one")).failed(1, "kubectl is not installed", "--token-file FILE")
 
 
 @pytest.mark.parametrize("token", [TOKEN], indirect=True)
@@ -265,20 +261,16 @@ async def test_without_kubectl_the_token_is_asked_for(
     ],
 )
 async def test_what_goes_wrong_is_said(
-    broken: str, name: str, said: str, folder: Path, tmp_path: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr
+    broken: str, name: str, said: str, tmp_path: Path, api: ProxyingApiServer, why: Why
 ) -> None:
     api.forbidden.add(broken)
     api.leader = api.standby = broken != "none"
     api.scheme = "x" if broken == "tls" else "http"
-    ended = await gpumgr_command("why", name, "--kubeconfig", folder / "kubeconfig", "--token-file", tmp_path / "token")
-    assert (ended.code, ended.out) == (1, "")
-    assert said in ended.err
+    (await why(name, "--token-file", tmp_path / "token")).failed(1, said)
 
 
-async def test_an_api_server_that_does_not_answer_is_named(folder: Path, api: ProxyingApiServer, gpumgr_command: Gpumgr) -> None:
+async def test_an_api_server_that_does_not_answer_is_named(folder: Path, api: ProxyingApiServer, why: Why) -> None:
     text = (folder / "kubeconfig").read_text().replace(api.url, "http://127.0.0.1:1")
     (folder / "kubeconfig").write_text(text)
-    ended = await gpumgr_command("why", "team/one", "--kubeconfig", folder / "kubeconfig")
-    assert (ended.code, ended.out) == (1, "")
-    assert "did not answer" in ended.err
-    assert (await gpumgr_command("why", "team/one", "--kubeconfig", folder / "none")).code == 2
+    (await why("team/one")).failed(1, "did not answer")
+    assert (await why("team/one", "--kubeconfig", folder / "none")).code == 2

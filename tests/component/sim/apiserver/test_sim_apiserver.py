@@ -5,9 +5,13 @@ from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
+from gpumgr.placement.requests import ContainerKind
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+
+ALL_KINDS: tuple[ContainerKind, ...] = ("init", "sidecar", "app")
 
 
 def pod(name: str) -> SimPod:
@@ -19,6 +23,18 @@ def pod(name: str) -> SimPod:
 async def client(sim: SimApiServer) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(sim.url) as made:
         yield made
+
+
+async def test_a_sidecar_is_an_init_container_that_goes_on(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
+    containers = tuple(SimContainer(name=f"an-{kind}", kind=kind, cores=10) for kind in ALL_KINDS)
+    sim.put(replace(pod("a"), containers=containers))
+    async with client.get("/api/v1/namespaces/team/pods/a") as answer:
+        spec = (await answer.json())["spec"]
+    assert [(each["name"], each.get("restartPolicy")) for each in spec["initContainers"]] == [
+        ("an-init", None),
+        ("an-sidecar", "Always"),
+    ]
+    assert [each["name"] for each in spec["containers"]] == ["an-app"]
 
 
 async def test_a_watch_ends_with_a_bookmark(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
