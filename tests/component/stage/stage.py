@@ -318,7 +318,7 @@ class Stage(MemoryAgent):
         return pod
 
     def kubelet_prefers(self, *ids: str) -> None:
-        """The kubelet takes these ids, whatever the agent would prefer."""
+        """The kubelet takes these ids, and not those that the agent prefers."""
 
         async def preferred(*_: object) -> list[str]:
             return [*ids]
