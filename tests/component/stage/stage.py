@@ -318,7 +318,7 @@ class Stage(MemoryAgent):
         return pod
 
     def kubelet_prefers(self, *ids: str) -> None:
-        """The kubelet takes these ids, and not those that the agent prefers."""
+        """The kubelet takes these ids. It does not ask the agent."""
 
         async def preferred(*_: object) -> list[str]:
             return [*ids]
