@@ -66,21 +66,11 @@ _Task = tuple[str, str, int, int]
 
 
 class _Group(ExitingCommand, click.Group):
-    """May also be called without a subcommand, for a simulation or to save a snapshot."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, invoke_without_command=True, **options)
-        self.params += [CPUS_PER_GPU, *SOURCE]
-
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return ["fit", "defrag"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return getattr(import_module(_LIVE), cmd_name) if cmd_name in self.list_commands(ctx) else None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        ctx.obj = {str(each.name): ctx.params.pop(str(each.name)) for each in SOURCE}
-        return super().invoke(ctx)
 
 
 def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> list[str]:
@@ -91,7 +81,14 @@ def _policies(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ..
     return list(dict.fromkeys(names))
 
 
-@click.group("simulate", cls=_Group, epilog=_EXAMPLES, exit_codes=_EXIT_CODES)
+@click.group(
+    "simulate",
+    cls=_Group,
+    params=[CPUS_PER_GPU, *SOURCE],
+    invoke_without_command=True,
+    epilog=_EXAMPLES,
+    exit_codes=_EXIT_CODES,
+)
 @click.option("--nodes", "nodes_file", type=_FILE, help="CSV or JSON (*.json) of the nodes.")
 @click.option("--pods", "pods_file", type=_FILE, help="CSV or JSON (*.json) of the pods.")
 @click.option(
@@ -124,6 +121,9 @@ def command(
     pods_file: Path | None,
     output: str,
     processes: int | None,
+    from_cluster: bool,
+    kubeconfig: Path | None,
+    snapshot: Path | None,
     **of_tasks: Any,
 ) -> None:
     """Compare placement policies, or ask where a pod would fit.
@@ -132,8 +132,8 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    if context.obj["from_cluster"] and context.obj["snapshot"] is not None:
-        import_module(_LIVE).document_of(**context.obj)
+    if from_cluster and snapshot is not None:
+        import_module(_LIVE).document_of(from_cluster=True, kubeconfig=kubeconfig, snapshot=snapshot)
         return
     if nodes_file is None or pods_file is None:
         raise click.UsageError("give --nodes and --pods, or --from-cluster with --snapshot, or one of the commands")

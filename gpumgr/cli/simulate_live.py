@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
@@ -197,10 +198,7 @@ def defrag(cluster: LiveCluster, pod: LivePod, most_moves: int) -> Answer:
 
 
 def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: Any) -> None:
-    """The options that name the snapshot's source may also be given before the subcommand."""
-    context = click.get_current_context()
-    before: Json = context.obj
-    document = document_of(**{name: given.pop(name) or of_group for name, of_group in before.items()})
+    document = document_of(**{str(each.name): given.pop(str(each.name)) for each in SOURCE})
     cluster, problems = live_cluster(document, given.pop("policy"), given.pop("cpus_per_gpu"))
     if not cluster.nodes:
         raise InputError("; ".join(["the snapshot has no node that can be used", *problems[:3]]))
@@ -214,7 +212,7 @@ def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: An
         click.echo(json.dumps(cleaned({**answer, **limits}), indent=2))
     else:
         click.echo(f"{text}Not checked: {NOT_CHECKED}." + (f" The pod has {', '.join(demands)}." if demands else ""))
-    context.exit(0 if found else 1)
+    sys.exit(0 if found else 1)
 
 
 def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None) -> Json:

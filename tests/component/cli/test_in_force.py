@@ -21,15 +21,13 @@ def make(folder: Path) -> None:
     folder.mkdir()
 
 
-async def test_the_checkpoint_is_the_one_that_the_default_file_names(state: Path, gpumgr_command: Gpumgr) -> None:
+async def test_the_checkpoint_of_the_default_file_is_shown_with_one_line_for_each_allocation(
+    state: Path, gpumgr_command: Gpumgr
+) -> None:
     await remember(state)
     shown = await gpumgr_command("checkpoint", "show", "--output", "json")
     assert shown.code == 0
     assert [each["pod"] for each in json.loads(shown.out)["allocations"]] == ["resnet-0"]
-
-
-async def test_the_table_of_the_checkpoint_has_one_line_for_each_allocation(state: Path, gpumgr_command: Gpumgr) -> None:
-    await remember(state)
     title, heading, row = (await gpumgr_command("checkpoint", "show")).out.splitlines()
     assert " ".join(title.split()) == "1 allocation on 2 GPUs"
     assert " ".join(heading.split()) == "Allocation Pod Container GPUs Cores MiB Since (UTC) Why"

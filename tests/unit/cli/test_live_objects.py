@@ -102,69 +102,48 @@ def test_the_state_of_a_node_counts_as_a_taint(changes: Json, reason: str | None
 POD: Json = {"metadata": {"name": "x", "namespace": "team", "uid": "x"}, "spec": {"containers": []}}
 
 
-def other_pod(**changes: Any) -> Json:
-    return {**POD, **changes}
+def of_pod(metadata: Json | None = None, **spec: Any) -> Json:
+    return {"metadata": {**POD["metadata"], **(metadata or {})}, "spec": {**POD["spec"], **spec}}
 
 
-def other_node(**changes: Any) -> Json:
+def of_node(**changes: Any) -> Json:
     return {"metadata": {"name": "x", "uid": "x"}, "status": {}, **changes}
 
 
-@pytest.mark.parametrize(
-    ("kind", "item", "name", "problem"),
-    [
-        ("pods", other_pod(status=5), "team/x", "Expected `object | null`, got `int` - at `$.status`"),
-        ("pods", other_pod(spec=None), "team/x", "Expected `object`, got `null` - at `$.spec`"),
+def of_budget(**selector: Any) -> Json:
+    return {**BUDGET, "spec": {"selector": selector}}
+
+
+OTHERS: dict[str, list[tuple[Json, str, str]]] = {
+    "pods": [
+        ({**POD, "status": 5}, "team/x", "Expected `object | null`, got `int` - at `$.status`"),
+        ({**POD, "spec": None}, "team/x", "Expected `object`, got `null` - at `$.spec`"),
+        (of_pod(containers=[{}]), "team/x", "Object missing required field `name` - at `$.spec.containers[0]`"),
+        (of_pod(nodeSelector={"a": 1}), "team/x", "Expected `str`, got `int` - at `$.spec.nodeSelector[...]`"),
+        (of_pod(volumes=[None]), "team/x", "Expected `object`, got `null` - at `$.spec.volumes[0]`"),
+        ({"metadata": {"name": "x", "namespace": "team"}}, "team/x", "Object missing required field `uid` - at `$.metadata`"),
+        (of_pod({"ownerReferences": 5}), "team/x", "Expected `array | null`, got `int` - at `$.metadata.ownerReferences`"),
+        ({"metadata": 5}, "without a name", "Expected `object`, got `int` - at `$.metadata`"),
+    ],
+    "nodes": [
+        (of_node(status={"capacity": {"cpu": "many"}}), "x", "cpu: quantity 'many' can't be read"),
+        (of_node(status={"capacity": 5}), "x", "AttributeError: 'int' object has no attribute 'get'"),
+        (of_node(spec={"taints": [{"key": "x"}]}), "x", "KeyError: 'effect'"),
+    ],
+    "poddisruptionbudgets": [
+        ({**BUDGET, "spec": 5}, "team", "Expected `object | null`, got `int` - at `$.spec`"),
+        ({}, "without a name", "Object missing required field `metadata`"),
+        (of_budget(matchLabels="app"), "team", "Expected `object | null`, got `str` - at `$.spec.selector.matchLabels`"),
         (
-            "pods",
-            other_pod(spec={"containers": [{}]}),
-            "team/x",
-            "Object missing required field `name` - at `$.spec.containers[0]`",
-        ),
-        (
-            "pods",
-            other_pod(spec={"containers": [], "nodeSelector": {"a": 1}}),
-            "team/x",
-            "Expected `str`, got `int` - at `$.spec.nodeSelector[...]`",
-        ),
-        (
-            "pods",
-            other_pod(spec={"containers": [], "volumes": [None]}),
-            "team/x",
-            "Expected `object`, got `null` - at `$.spec.volumes[0]`",
-        ),
-        (
-            "pods",
-            other_pod(metadata={"name": "x", "namespace": "team"}),
-            "team/x",
-            "Object missing required field `uid` - at `$.metadata`",
-        ),
-        (
-            "pods",
-            other_pod(metadata={**POD["metadata"], "ownerReferences": 5}),
-            "team/x",
-            "Expected `array | null`, got `int` - at `$.metadata.ownerReferences`",
-        ),
-        ("pods", {"metadata": 5}, "without a name", "Expected `object`, got `int` - at `$.metadata`"),
-        ("nodes", other_node(status={"capacity": {"cpu": "many"}}), "x", "cpu: quantity 'many' can't be read"),
-        ("nodes", other_node(status={"capacity": 5}), "x", "AttributeError: 'int' object has no attribute 'get'"),
-        ("nodes", other_node(spec={"taints": [{"key": "x"}]}), "x", "KeyError: 'effect'"),
-        ("poddisruptionbudgets", {**BUDGET, "spec": 5}, "team", "Expected `object | null`, got `int` - at `$.spec`"),
-        ("poddisruptionbudgets", {}, "without a name", "Object missing required field `metadata`"),
-        (
-            "poddisruptionbudgets",
-            {**BUDGET, "spec": {"selector": {"matchLabels": "app"}}},
-            "team",
-            "Expected `object | null`, got `str` - at `$.spec.selector.matchLabels`",
-        ),
-        (
-            "poddisruptionbudgets",
-            {**BUDGET, "spec": {"selector": {"matchExpressions": [{"key": "app", "operator": "is"}]}}},
+            of_budget(matchExpressions=[{"key": "app", "operator": "is"}]),
             "team",
             "Invalid enum value 'is' - at `$.spec.selector.matchExpressions[0].operator`",
         ),
     ],
-)
+}
+
+
+@pytest.mark.parametrize(("kind", "item", "name", "problem"), [(kind, *each) for kind, found in OTHERS.items() for each in found])
 def test_an_object_of_another_structure_is_left_out_and_named(kind: str, item: Json, name: str, problem: str) -> None:
     protected = {**POD, "metadata": {**POD["metadata"], "uid": "protected"}}
     document: Json = {"nodes": nodes(), "pods": [protected], "poddisruptionbudgets": []}

@@ -89,6 +89,5 @@ def test_the_most_exact_exception_counts(namespace: str, account: str | None, ex
 
 def test_without_limits_on_a_node_of_mps_goes_through_its_daemon() -> None:
     assert mechanisms_for("none", {"mps": SOFT}, ("mps",)) == ("mps-open",)
-    assert mechanisms_for("none", {"mps": SOFT}, ("mps",)) == ("mps-open",)
     assert mechanisms_for("none", {}, ("hami-core",)) == ("none",)
     assert mechanisms_for("vcuda", {"mps": SOFT, "vcuda": SOFT}, ("mps",)) == ("vcuda",)

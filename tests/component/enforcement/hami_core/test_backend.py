@@ -302,28 +302,39 @@ async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore,
     assert limits_line(client, region) == f"{SEEDED}0"
 
 
-async def test_a_burst_changes_the_limit_and_is_no_tampering(
-    tmp_path: Path, library: Path, backend: HamiCore, region: Path, client: Client
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ([{"burst_bytes": size << 20} for size in (512, 100, 0, 512)], [(30, 1536), (30, 1124), (30, 1024), (30, 1536)]),
+        ([{"cores": 60, "memory_bytes": 4 << 30}, {"cores": 10, "memory_bytes": 300 << 20}], [(60, 4096), (10, 300)]),
+    ],
+    ids=["burst", "resize"],
+)
+async def test_a_changed_grant_changes_the_limits_and_is_no_tampering_even_if_the_agent_ended_before_the_change(
+    tmp_path: Path,
+    library: Path,
+    backend: HamiCore,
+    region: Path,
+    client: Client,
+    changes: list[dict[str, int]],
+    limits: list[tuple[int, int]],
 ) -> None:
-    def bursting(mebibytes: int) -> RunningContainer:
-        return with_gpu(burst_bytes=mebibytes << 20, total_bytes=8 << 30)
+    def in_force() -> tuple[int, int]:
+        seen = read(tmp_path)
+        return seen.core_limits_percent[0], seen.limits_bytes[0] >> 20
 
-    def limit() -> str:
-        return limits_line(client, region).split("memory=")[1].split()[0]
-
-    request = int(limit())
-    for mebibytes in (512, 100, 0, 512):
-        assert codes(await backend.observe([bursting(mebibytes)])) == []
-        assert await backend.adjust([bursting(mebibytes)]) == {}
-        assert int(limit()) == request + (mebibytes << 20)
+    for change, wanted in zip(changes, limits, strict=True):
+        assert codes(await backend.observe([with_gpu(**change)])) == []
+        assert await backend.adjust([with_gpu(**change)]) == {}
+        assert in_force() == wanted
     client.run(region, "raise", 64 << 30, CORES)
-    await backend.adjust([bursting(100)])
-    assert codes(await backend.observe([bursting(100)])) == ["tampered"]
-    assert int(limit()) == request + (100 << 20)
+    await backend.adjust([with_gpu(**changes[1])])
+    assert codes(await backend.observe([with_gpu(**changes[1])])) == ["tampered"]
+    assert in_force() == limits[1]
     again = make_backend(tmp_path, library, Seconds())
-    await again.adjust([bursting(200)])
-    assert codes(await again.observe([bursting(200)])) == []
-    assert int(limit()) == request + (200 << 20)
+    await again.adjust([with_gpu(**changes[0])])
+    assert codes(await again.observe([with_gpu(**changes[0])])) == [], "the former process saved this, and did not write it"
+    assert in_force() == limits[0]
     await again.close()
 
 
@@ -595,24 +606,3 @@ async def test_a_lower_priority_waits_while_a_higher_one_launches(tmp_path: Path
     assert word(low) == -1
     await backend.close()
     assert word(low) == 0
-
-
-@pytest.mark.usefixtures("region")
-async def test_a_resize_changes_both_limits_and_is_no_tampering_even_if_the_agent_ended_before_the_change(
-    tmp_path: Path, library: Path, backend: HamiCore
-) -> None:
-    def resized(cores: int, mebibytes: int) -> RunningContainer:
-        return with_gpu(cores=cores, memory_bytes=mebibytes << 20)
-
-    def limits() -> tuple[int, int]:
-        seen = read(tmp_path)
-        return seen.core_limits_percent[0], seen.limits_bytes[0] >> 20
-
-    for cores, mebibytes in ((60, 4096), (10, 300)):
-        assert codes(await backend.observe([resized(cores, mebibytes)])) == []
-        assert await backend.adjust([resized(cores, mebibytes)]) == {}
-        assert limits() == (cores, mebibytes)
-    again = make_backend(tmp_path, library, Seconds())
-    await again.adjust([resized(45, 2048)])
-    assert codes(await again.observe([resized(45, 2048)])) == [], "the former process saved this, and did not write it"
-    assert limits() == (45, 2048)

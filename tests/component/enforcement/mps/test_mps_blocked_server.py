@@ -60,21 +60,11 @@ def warnings(logs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [line["event"] for line in logs if line["log_level"] == "warning"]
 
 
-async def test_it_is_found_after_a_client_has_left_and_reported_to_its_containers(place: Place) -> None:
+async def test_it_is_reported_to_its_containers_and_replaced_by_a_new_one_if_no_other_depends_on_it(place: Place) -> None:
     backend = await blocked(place)
     (finding,) = await backend.observe([running(tenant(), os.getpid())])
     assert (finding.allocation, finding.code) == ("a1", "broken")
     assert "a trial got no context within 0.5 s" in finding.message
-
-
-async def test_a_server_that_works_is_not_reported_and_not_tried_without_a_reason(place: Place) -> None:
-    backend = await blocked(place, hangs=False)
-    (daemon,) = backend.daemons()
-    assert (daemon.trial.hang, daemon.trial.tried_at) == (None, place.seconds - CHECK_SECONDS)
-
-
-async def test_a_new_container_replaces_it_if_no_other_depends_on_it(place: Place) -> None:
-    backend = await blocked(place)
     before = place.daemon_pid()
     with pytest.raises(Refusal, match=r"new CUDA programs hang .* replaced when the other containers on it have ended \(1\)"):
         await backend.start(tenant("b2"))
@@ -116,10 +106,11 @@ async def test_a_trial_that_does_not_get_as_far_changes_nothing(place: Place, st
     assert daemon.trial.hang is not None
 
 
-async def test_trials_have_a_pause_between_them(place: Place) -> None:
+async def test_a_server_that_works_is_tried_only_after_a_client_has_left_and_after_a_pause(place: Place) -> None:
     backend = await blocked(place, hangs=False)
     (daemon,) = backend.daemons()
     first = daemon.trial.tried_at
+    assert (daemon.trial.hang, first) == (None, place.seconds - CHECK_SECONDS)
     daemon.trial.client_left = True
     await place.pass_time(backend, 1.0)
     assert (daemon.trial.client_left, daemon.trial.tried_at) == (True, first)

@@ -88,23 +88,17 @@ async def test_limits_that_could_not_be_set_are_set_with_the_next_sample(place: 
     assert await backend.adjust([running(SMALL)]) == {}
 
 
-async def test_growth_that_could_not_be_set_is_set_with_the_next_sample(place: Place, fail: Callable[..., list[str]]) -> None:
-    backend, pid = await of_8_gib(place)
-    grown = tenant(memory_bytes=10 * GIB)
-    fail("namespace set")
-    assert await backend.adjust([running(grown, pid, gpu=(pid,))]) == {"a1": "no answer"}
-    assert await backend.adjust([running(grown, pid, gpu=(pid,))]) == {}
-    assert (await namespaces(backend))["a1"][0] == "10G"
-
-
-async def test_programs_that_could_not_be_listed_are_listed_with_the_next_sample(
-    place: Place, fail: Callable[..., list[str]]
+@pytest.mark.parametrize(("command", "gib"), [("namespace set", 10), ("client list", 4)])
+async def test_growth_and_a_list_of_programs_that_failed_are_repeated_with_the_next_sample(
+    place: Place, fail: Callable[..., list[str]], command: str, gib: int
 ) -> None:
     """The driver's list of processes does not have the program yet."""
     backend, pid = await of_8_gib(place)
-    fail("client list")
-    assert await backend.adjust([running(SMALL, pid)]) == {"a1": "no answer"}
-    assert await backend.adjust([running(SMALL, pid)]) == keeps(pid)
+    fail(command)
+    look = [running(tenant(memory_bytes=gib * GIB), pid)]
+    assert await backend.adjust(look) == {"a1": "no answer"}
+    assert await backend.adjust(look) == (keeps(pid) if gib < 8 else {})
+    assert (await namespaces(backend))["a1"][0] == f"{gib}G"
 
 
 async def test_a_program_that_started_during_growth_may_have_the_larger_limit(place: Place) -> None:
