@@ -1,7 +1,7 @@
 """The API server's side as the agent starts it: the publisher with the history, and a bug in a reporter."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -123,25 +123,17 @@ async def test_pods_that_the_agent_refused_are_deleted_only_if_configured(
     assert [asked.get_nowait() for _ in range(asked.qsize())] == (["a", "b", "c"] if delete_failed else [])
 
 
-def refused(name: str) -> dict[str, Any]:
-    limits = {"limits": {"tencent.com/vcuda-core": "150"}}
-    owners = [{"kind": "ReplicaSet", "name": "r", "uid": "r", "controller": True}]
+def failed(name: str, limits: Mapping[str, str], **metadata: Any) -> dict[str, Any]:
     return {
-        "metadata": {"namespace": "team", "name": name, "uid": name, "ownerReferences": owners},
-        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": limits}]},
+        "metadata": {"namespace": "team", "name": name, "uid": name, **metadata},
+        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": {"limits": limits}}]},
         "status": {"phase": "Failed", "reason": "UnexpectedAdmissionError"},
     }
 
 
-def terminating(name: str, **annotations: str) -> dict[str, Any]:
-    """A pod that failed in its grace period, which is nearly over."""
-    times = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}
-    limits = {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}
-    return {
-        "metadata": {"namespace": "team", "name": name, "uid": name, "annotations": annotations, **times},
-        "spec": {"nodeName": "node-1", "containers": [{"name": "main", "resources": {"limits": limits}}]},
-        "status": {"phase": "Failed"},
-    }
+def refused(name: str) -> dict[str, Any]:
+    owners = [{"kind": "ReplicaSet", "name": "r", "uid": "r", "controller": True}]
+    return failed(name, {"tencent.com/vcuda-core": "150"}, ownerReferences=owners)
 
 
 @pytest.mark.parametrize("pods_known", [False, True])
@@ -156,8 +148,13 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
 
     monkeypatch.setattr(ClientsOfPods, "end", end_clients)
     sim.written.annotations["hami.io/mutex.lock"] = "2026-01-01T00:00:00Z,team,h"
-    allocated = {"hami.io/vgpu-devices-allocated": "GPU-0,NVIDIA,1000,0:;", "hami.io/bind-phase": "allocating"}
-    sim.put_document(terminating("h", **{"hami.io/vgpu-node": "node-1"}, **allocated))
+    annotations = {
+        "hami.io/vgpu-node": "node-1",
+        "hami.io/vgpu-devices-allocated": "GPU-0,NVIDIA,1000,0:;",
+        "hami.io/bind-phase": "allocating",
+    }
+    grace = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}  # nearly over
+    sim.put_document(failed("h", {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}, annotations=annotations, **grace))
     async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(20):
         assert await ended.get() == "h"
         while (  # noqa: ASYNC110 (the simulated API server has no event)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
@@ -16,11 +15,10 @@ from gpumgr.kube.publisher.hami import register
 from gpumgr.ledger.ledger import Allocation, Resize
 from gpumgr.placement.pods import ResizeRequest
 from tests.component.stage.mig import MEBIBYTES as MIG_MEBIBYTES
-from tests.component.stage.mig import with_mig
 from tests.component.stage.stage import MemoryPods
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, name_of, uuid_of, view_of, whole
 
-from .test_inventory import LOW, pod
+from .test_inventory import LOW, mig_view, pod
 
 MEBIBYTES = 256 * BLOCKS
 
@@ -32,22 +30,19 @@ class Node:
     pods: MemoryPods = field(default_factory=MemoryPods)
     written: list[tuple[str, str]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.report = self.offering(view_of())
-
     def _annotate(self, key: str, value: str) -> None:
         if dict(self.written).get(key) != value:
             self.written.append((key, value))
 
-    def offering(self, view: AgentView) -> NodeReport:
-        scaling = self.memory_scaling, self.core_scaling
-        return NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=10, scaling=scaling)))
-
     def look(self, *allocations: Allocation, **view: Any) -> list[str]:
         """The keys that are written with this state."""
-        self.report = self.offering(view_of(*allocations, **view))
+        return self.offer(view_of(*allocations, **view))
+
+    def offer(self, view: AgentView) -> list[str]:
+        scaling = self.memory_scaling, self.core_scaling
+        report = NodeReport(view=replace(view, inventory=replace(view.inventory, replicas=10, scaling=scaling)))
         before = len(self.written)
-        register(self._annotate, self.pods, self.report)
+        register(self._annotate, self.pods, report)
         return [key for key, _ in self.written[before:]]
 
     @property
@@ -113,20 +108,9 @@ def test_a_sick_or_cordoned_gpu_stays_listed_beside_the_others() -> None:
     assert [gpu["health"] for gpu in node.gpus] == [True, True]
 
 
-def mig_view(*allocations: Allocation, **changes: Any) -> AgentView:
-    """Both GPUs support MIG on demand, and are in MIG mode."""
-    view = view_of(*allocations)
-    snapshot = with_mig(view.inventory.snapshot)
-    mig_mode = [gpu.uuid for gpu in snapshot.gpus]
-    health = HardwareHealth(cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=mig_mode)
-    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=(), health=health, **changes)
-    return replace(view, inventory=inventory, node=inventory.view(view.ledger.gpu_registry))
-
-
 def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_free_places() -> None:
     node = Node(memory_scaling=2.0)
-    node.report = node.offering(mig_view())
-    register(node._annotate, node.pods, node.report)
+    node.offer(mig_view(mig_on_demand=()))
     gpu = node.gpus[0]
     assert (gpu["mode"], gpu["count"], gpu["devmem"], gpu["devcore"], gpu["health"]) == ("mig", 7, MIG_MEBIBYTES, 100, True)
     profiles = {each["name"]: each for each in gpu["migProfiles"]}
@@ -134,8 +118,7 @@ def test_gpus_with_mig_devices_on_demand_are_registered_with_their_profiles_and_
         "name": "3g.40gb", "memoryMB": 40448, "core": 42, "sliceCount": 3,
         "placements": [{"start": 0, "size": 4}, {"start": 4, "size": 4}],
     }  # fmt: skip
-    node.report = node.offering(mig_view(mig_blocked={uuid_of(0): 0b1111_0000}))
-    register(node._annotate, node.pods, node.report)
+    node.offer(mig_view(mig_on_demand=(), mig_blocked={uuid_of(0): 0b1111_0000}))
     profiles = {each["name"]: each["placements"] for each in node.gpus[0]["migProfiles"]}
     assert (profiles["3g.40gb"], "7g.80gb" in profiles) == ([{"start": 0, "size": 4}], False)
     assert node.gpus[0]["count"] == 4

@@ -1,4 +1,4 @@
-"""Which library of the backend hami-core the settings mean."""
+"""Which library of the backend hami-core the settings mean. test_node_enforcement has the link of an installed one."""
 
 from pathlib import Path
 
@@ -20,12 +20,6 @@ def select(folder: Path, target: str) -> None:
     (folder / "lib").mkdir(exist_ok=True)
     (folder / "lib" / ".new").symlink_to(target)
     (folder / "lib" / ".new").replace(folder / "lib" / "libvgpu.so")
-
-
-def test_what_the_link_selects_is_used(tmp_path: Path) -> None:
-    for digest in (DIGEST, "b" * 64):
-        select(tmp_path, f"{digest}/libvgpu.so")
-        assert hami_core_library(settings(tmp_path)) == (tmp_path / "lib" / digest / "libvgpu.so", digest)
 
 
 @pytest.mark.parametrize(("path", "sha256"), [(Path("/opt/l.so"), "0" * 64), (Path("/opt/l.so"), None), (None, "0" * 64)])

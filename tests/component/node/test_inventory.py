@@ -9,6 +9,7 @@ from msgspec.structs import astuple, replace
 
 from gpumgr.agent.inventory import HardwareHealth
 from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import Inventory, InventoryGpu, decode_inventory
 from gpumgr.kube.publisher.node_reporter import ENDING_SECONDS, InventoryReporter
@@ -85,6 +86,16 @@ def named(gpu: int, cores: int = 30, memory: int = 256) -> NamedGpu:
 def put(node: Node, *views: PodView) -> None:
     for view in views:
         node.pods.views[view.key] = view
+
+
+def mig_view(*, in_mig_mode: bool = True, **inventory: Any) -> AgentView:
+    """Both GPUs support MIG on demand, and are closed to others because it is enabled."""
+    view = view_of()
+    snapshot = with_mig(view.inventory.snapshot)
+    uuids = [gpu.uuid for gpu in snapshot.gpus]
+    health = HardwareHealth(cordoned=dict.fromkeys(uuids, "MIG is enabled"), in_mig_mode=uuids if in_mig_mode else ())
+    changed = replace(view.inventory, snapshot=snapshot, health=health, **inventory)
+    return replace(view, inventory=changed, node=changed.view(view.ledger.gpu_registry))
 
 
 def test_an_inventory_describes_the_gpus_in_the_drivers_order() -> None:
@@ -198,19 +209,13 @@ def test_a_whole_gpu_has_all_its_memory_and_a_gpu_that_is_gone_no_place() -> Non
 
 
 def test_gpus_with_mig_devices_on_demand_are_open_and_have_their_profiles() -> None:
-    view = view_of()
-    snapshot = with_mig(view.inventory.snapshot)
-    inventory = replace(view.inventory, snapshot=snapshot, mig_on_demand=["1g.10gb", "3g.40gb"])
-    mig_mode = [gpu.uuid for gpu in snapshot.gpus]
     node = Node()
-    for in_mig_mode, cordoned in ((mig_mode, False), ([], True)):
-        health = HardwareHealth(cordoned=dict.fromkeys(mig_mode, "MIG is enabled"), in_mig_mode=in_mig_mode)
-        changed = replace(inventory, health=health)
-        node.report = replace(node.report, view=replace(view, inventory=changed, node=changed.view(view.ledger.gpu_registry)))
-        node.reporter.report(node.report)
+    for in_mig_mode in (True, False):
+        view = mig_view(in_mig_mode=in_mig_mode, mig_on_demand=["1g.10gb", "3g.40gb"])
+        node.reporter.report(replace(node.report, view=view))
         (gpu, _) = node.inventory.gpus
         created = [each.name for each in gpu.mig_profiles if each.starts]
-        assert (gpu.cordoned, created, len(gpu.mig_profiles)) == (cordoned, ["3g.40gb", "1g.10gb"], 6)
+        assert (gpu.cordoned, created, len(gpu.mig_profiles)) == (not in_mig_mode, ["3g.40gb", "1g.10gb"], 6)
     node.look()
     assert [gpu.mig for gpu in node.inventory.gpus] == [UNSET, UNSET]
 

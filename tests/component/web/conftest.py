@@ -40,6 +40,13 @@ async def serve(scene: Scene) -> AsyncIterator[Serve]:
 
 
 @pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    """With the token s3cret."""
+    (tmp_path / "token").write_text("s3cret\n")
+    return tmp_path / "token"
+
+
+@pytest.fixture
 async def server(serve: Serve) -> HttpServer:
     return await serve()
 

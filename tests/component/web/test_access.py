@@ -61,10 +61,8 @@ async def test_from_beyond_no_spelling_of_a_path_opens_more(server: HttpServer, 
     assert set(told) == {"error"}
 
 
-async def test_a_token_opens_the_pages(serve: Serve, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("s3cret\n")
-    server = await serve(token_file=file)
+async def test_a_token_opens_the_pages(serve: Serve, token_file: Path) -> None:
+    server = await serve(token_file=token_file)
     found = await statuses(server, source=REMOTE, token="s3cret")
     assert set(found.values()) == {200}
     found = await statuses(server, source=REMOTE, token="wrong")
@@ -99,10 +97,8 @@ async def test_a_new_token_counts_at_once_and_an_empty_file_denies_all_requests(
     assert await opens("third")
 
 
-async def test_a_stream_ends_when_its_token_is_revoked(serve: Serve, scene: Scene, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("s3cret")
-    server = await serve(token_file=file)
+async def test_a_stream_ends_when_its_token_is_revoked(serve: Serve, scene: Scene, token_file: Path) -> None:
+    server = await serve(token_file=token_file)
     connector = aiohttp.TCPConnector(local_addr=(REMOTE, 0))
     async with (
         aiohttp.ClientSession(server.url, connector=connector, headers={"Authorization": "Bearer s3cret"}) as client,
@@ -111,18 +107,16 @@ async def test_a_stream_ends_when_its_token_is_revoked(serve: Serve, scene: Scen
         await stream.content.readuntil(b"\n\n")
         scene.states.set(b'{"at": 2}')
         assert await stream.content.readuntil(b"\n\n") == b'event: state\ndata: {"at": 2}\n\n'
-        file.unlink()
+        os.unlink(token_file)
         scene.states.set(b'{"at": 3}')
         async with asyncio.timeout(10):
             assert await stream.content.read() == b""
 
 
 async def test_a_file_system_that_hangs_stops_no_other_request_and_denies_tokens_until_it_answers(
-    serve: Serve, tmp_path: Path, hanging_files: HangingFiles
+    serve: Serve, token_file: Path, hanging_files: HangingFiles
 ) -> None:
-    file = tmp_path / "token"
-    file.write_text("s3cret")
-    server = await serve(token_file=file)
+    server = await serve(token_file=token_file)
 
     async def answers(source: str) -> int:
         return (await statuses(server, source=source, token="s3cret", paths=["/graph"]))["/graph"]
@@ -135,7 +129,7 @@ async def test_a_file_system_that_hangs_stops_no_other_request_and_denies_tokens
         assert await answers("127.0.0.1") == 200
         assert (await waiting, await answers(REMOTE)) == (401, 401)
         assert [line["event"] for line in logs] == ["token_unusable"]
-        assert f"{file} can't be read: the file system does not answer" in logs[0]["error"]
+        assert f"{token_file} can't be read: the file system does not answer" in logs[0]["error"]
         hanging_files.release()
         async with asyncio.timeout(10):
             while await answers(REMOTE) != 200:
@@ -161,12 +155,11 @@ async def test_a_browser_can_be_led_here_by_no_foreign_name(serve: Serve, tmp_pa
         assert answer.status == 200
 
 
-async def test_unauthenticated_clients_get_the_number_of_reasons_only(serve: Serve, scene: Scene, tmp_path: Path) -> None:
+async def test_unauthenticated_clients_get_the_number_of_reasons_only(serve: Serve, scene: Scene, token_file: Path) -> None:
     path = "/readyz"
     scene.obstacles.append("/var/lib/kubelet/device-plugins/kubelet.sock is not there")
-    (tmp_path / "token").write_text("s3cret")
     whole = {"status": "failing", "reasons": ["/var/lib/kubelet/device-plugins/kubelet.sock is not there"]}
-    for settings in ({}, {"token_file": tmp_path / "token"}):
+    for settings in ({}, {"token_file": token_file}):
         server = await serve(**settings)
         assert parsed(await say(server.address, get(path))) == (503, whole)
         assert parsed(await say(server.address, get(path), source=REMOTE)) == (503, {"status": "failing", "reason_count": 1})
@@ -177,19 +170,19 @@ async def test_unauthenticated_clients_get_the_number_of_reasons_only(serve: Ser
     assert parsed(await say(server.address, get(path), source=REMOTE)) == (200, {"status": "ok", "reason_count": 0})
 
 
-async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(serve: Serve, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("s3cret")
-
+async def test_a_token_over_plain_http_is_warned_of_where_others_can_see_it(
+    serve: Serve, token_file: Path, tmp_path: Path
+) -> None:
     async def warnings(**settings: Any) -> list[dict[str, Any]]:
         with capture_logs() as logs:
             await serve(**settings)
         return [dict(line) for line in logs if line["event"] == "token_in_plain_http"]
 
-    (warning,) = await warnings(address="0.0.0.0", token_file=tmp_path / "token")
+    (warning,) = await warnings(address="0.0.0.0", token_file=token_file)
     assert (warning["log_level"], warning["addresses"]) == ("warning", ["0.0.0.0"])
     assert "http.tls_cert_file" in warning["remedy"]
-    assert await warnings(address="127.0.0.1", token_file=tmp_path / "token", unix_socket=tmp_path / "agent.sock") == []
-    assert await warnings(address="0.0.0.0", token_file=tmp_path / "token", **TLS) == []
+    assert await warnings(address="127.0.0.1", token_file=token_file, unix_socket=tmp_path / "agent.sock") == []
+    assert await warnings(address="0.0.0.0", token_file=token_file, **TLS) == []
     assert await warnings(address="0.0.0.0") == []
 
 

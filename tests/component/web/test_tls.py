@@ -66,10 +66,9 @@ async def test_old_tls_is_refused(serve: Serve) -> None:
 
 @pytest.mark.parametrize(("token", "denied"), [(None, 403), ("s3cret", 401)])
 async def test_a_client_certificate_opens_the_pages_and_a_token_does(
-    serve: Serve, tmp_path: Path, token: str | None, denied: int
+    serve: Serve, token_file: Path, token: str | None, denied: int
 ) -> None:
-    (tmp_path / "token").write_text("s3cret")
-    server = await serve(**WITH_CA, **({"token_file": tmp_path / "token"} if token else {}))
+    server = await serve(**WITH_CA, **({"token_file": token_file} if token else {}))
     for path, bare in (("/healthz", 200), ("/metrics", denied), ("/graph", denied)):
         assert await status(server, path, context(), source=REMOTE) == bare
         assert await status(server, path, context("client"), source=REMOTE) == 200

@@ -25,10 +25,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def root(serve: Serve, path: Path, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+async def root(serve: Serve, path: Path, token_file: Path) -> AsyncIterator[aiohttp.ClientSession]:
     """Needs neither TLS nor a token, which others need."""
-    (tmp_path / "token").write_text("s3cret")
-    await serve(unix_socket=path, token_file=tmp_path / "token", **TLS)
+    await serve(unix_socket=path, token_file=token_file, **TLS)
     async with by_unix(path) as session:
         yield session
 

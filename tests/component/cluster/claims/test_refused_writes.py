@@ -45,22 +45,16 @@ async def next_try_after(looks: Looks, stage: Stage, seconds: float) -> None:
     assert len(stage.dra.posted) == posted + 1
 
 
-async def test_pauses_grow_to_a_minute(looks: Looks, stage: Stage) -> None:
+async def test_pauses_grow_to_a_minute_and_the_next_try_is_logged(looks: Looks, stage: Stage) -> None:
     stage.dra.refused = [403] * 1000
-    stage.sim.put_document(pod("one", NAME))
-    await until(lambda: bool(stage.dra.posted))
-    await looks()
+    with capture_logs() as logs:
+        stage.sim.put_document(pod("one", NAME))
+        await until(lambda: bool(stage.dra.posted))
+        await looks()
+    (line,) = (each for each in logs if each["event"] == "claims_write_failed")
+    assert (line["path"].rpartition("/")[2], line["again_after_seconds"]) == ("resourceclaimtemplates", 0.5)
     for seconds in (0.5, 1, 2, 4, 8, 16, 32, 60, 60):
         await next_try_after(looks, stage, seconds)
-
-
-async def test_a_failed_write_is_logged_with_its_next_try(stage: Stage) -> None:
-    with capture_logs() as logs:
-        stage.dra.refused = [403] * 1000
-        stage.sim.put_document(pod("one", NAME))
-        await until(lambda: any(each["event"] == "claims_write_failed" for each in logs))
-    line = next(each for each in logs if each["event"] == "claims_write_failed")
-    assert (line["path"].rpartition("/")[2], line["again_after_seconds"]) == ("resourceclaimtemplates", 0.5)
 
 
 async def test_failures_of_many_objects_are_one_line_a_minute(looks: Looks, stage: Stage) -> None:

@@ -156,6 +156,14 @@ async def test_a_malformed_request_is_an_error_of_its_stream(place: Path, header
         assert await client.outcome(following) == ANSWERED
 
 
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 40], ids=["HTTP/1.1", "bytes"])
+async def test_garbage_ends_its_own_connection(place: Path, garbage: bytes) -> None:
+    reader, writer = await asyncio.open_unix_connection(place)
+    writer.write(garbage)
+    await Client(reader, writer).closed()
+    writer.close()
+
+
 async def test_what_h2_cannot_read_ends_the_connection(place: Path) -> None:
     for headers in (changed(path="/\u00e9"), [*changed(), ("\u00fc", "x")]):
         async with connected(place) as client:

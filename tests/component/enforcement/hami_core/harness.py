@@ -12,6 +12,7 @@ from gpumgr.enforcement.container_files import BoundedFolders
 from gpumgr.enforcement.hami_core.backend import HamiCore
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.node_use import Container
+from tests.component.stage.stage import Clock
 from tests.shares import gpu_share, shared_gpu
 
 SOURCES = Path(__file__).resolve().parents[3] / "data" / "enforcement"
@@ -43,16 +44,6 @@ def number_in_container(pid: int) -> int | None:
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), None)
 
 
-@dataclass
-class Seconds:
-    """A clock that a test advances."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass(frozen=True)
 class Client:
     """tests/data/enforcement/region_client.c"""
@@ -82,7 +73,7 @@ class Client:
             yield process
 
 
-def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, volumes: BoundedFolders | None = None) -> HamiCore:
+def make_backend(folder: Path, library: Path, clock: Clock | None = None, *, volumes: BoundedFolders | None = None) -> HamiCore:
     return HamiCore(
         library_path=library,
         library_sha256=sha256(library.read_bytes()).hexdigest(),
@@ -90,7 +81,7 @@ def make_backend(folder: Path, library: Path, clock: Seconds | None = None, *, v
         run_dir=folder / "run",
         pid_in_container_of=number_in_container,
         volumes=volumes,
-        clock=clock or Seconds(),
+        clock=clock or Clock(),
     )
 
 

@@ -30,12 +30,12 @@ from tests.component.enforcement.hami_core.harness import (
     ID,
     MEMORY_BYTES,
     Client,
-    Seconds,
     make_backend,
     region_of,
     running,
     tenant,
 )
+from tests.component.stage.stage import Clock
 from tests.libvgpu import build
 from tests.shares import TWO_GPUS, gpu_share
 
@@ -49,12 +49,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def clock() -> Seconds:
-    return Seconds()
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-async def backend(tmp_path: Path, library: Path, clock: Seconds) -> AsyncIterator[HamiCore]:
+async def backend(tmp_path: Path, library: Path, clock: Clock) -> AsyncIterator[HamiCore]:
     made = make_backend(tmp_path, library, clock)
     yield made
     await made.close()
@@ -216,7 +216,7 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
 
 
 async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
-    tmp_path: Path, clock: Seconds, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[CheckedLibrary] = []
 
@@ -331,7 +331,7 @@ async def test_a_changed_grant_changes_the_limits_and_is_no_tampering_even_if_th
     await backend.adjust([with_gpu(**changes[1])])
     assert codes(await backend.observe([with_gpu(**changes[1])])) == ["tampered"]
     assert in_force() == limits[1]
-    again = make_backend(tmp_path, library, Seconds())
+    again = make_backend(tmp_path, library, Clock())
     await again.adjust([with_gpu(**changes[0])])
     assert codes(await again.observe([with_gpu(**changes[0])])) == [], "the former process saved this, and did not write it"
     assert in_force() == limits[0]
@@ -424,7 +424,7 @@ async def test_a_process_is_identified_by_its_host_pid_alone(backend: HamiCore, 
 
 
 async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
 ) -> None:
     with client.process(region, "take", "lock") as killed, client.process(region, "take", "lock") as slow:
         await backend.adjust([running(pids=[killed, slow])])
@@ -455,7 +455,7 @@ async def test_a_container_that_writes_its_host_pid_all_the_time_is_reported_onc
 
 
 async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
 ) -> None:
     with client.process(region, "take", "search") as killed, client.waiting(region, "take") as waiter:
         until_one_waits(tmp_path)
@@ -475,7 +475,7 @@ async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
 
 
 async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Seconds
+    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
 ) -> None:
     with client.process(region, "take", "search") as first:
         await backend.adjust([running(pids=[first])])

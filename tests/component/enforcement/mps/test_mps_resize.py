@@ -103,7 +103,10 @@ async def test_growth_and_a_list_of_programs_that_failed_are_repeated_with_the_n
 
 async def test_a_program_that_started_during_growth_may_have_the_larger_limit(place: Place) -> None:
     backend, pid = await of_8_gib(place)
-    assert await backend.adjust([running(tenant(memory_bytes=10 * GIB))]) == {}
+    other = tenant("b2", cores=10, memory_bytes=GIB)
+    await backend.start(other)
+    assert await backend.adjust([running(tenant(cores=40, memory_bytes=10 * GIB)), running(other)]) == {}
+    assert await namespaces(backend) == {"a1": ("10G", "40.00"), "b2": ("1G", "10.00"), "default": ("unlimited", "100.00")}
     assert await backend.adjust([running(LARGE)]) == keeps(pid)
 
 

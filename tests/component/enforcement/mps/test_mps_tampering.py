@@ -213,27 +213,3 @@ async def test_many_foreign_namespaces_do_not_delay_the_limits(place: Place) -> 
     assert len(granted) < len(found) < len(granted) + 12
     await place.pass_time(backend, 1.0)
     assert await namespaces(backend) == granted
-
-
-async def test_a_resize_counts_for_new_programs_and_a_lower_limit_is_in_force_when_the_others_have_ended(place: Place) -> None:
-    """The next process of the agent knows which programs keep the former limit."""
-    backend = await place.agent()
-    await backend.start(tenant("a1"))
-    await backend.start(tenant("b2", cores=10, memory_bytes=GIB))
-    old, _ = await place.attach(backend, tenant("a1"))
-    await place.pass_time(backend)
-    grown, less = tenant("a1", cores=40, memory_bytes=4 * GIB), tenant("a1", cores=40, memory_bytes=2 * GIB)
-    other = running(tenant("b2", cores=10, memory_bytes=GIB))
-    assert await backend.adjust([running(grown, old, gpu=(old,)), other]) == {}
-    assert await namespaces(backend) == {"a1": ("4G", "40.00"), "b2": ("1G", "10.00"), "default": ("unlimited", "100.00")}
-    why = {"a1": f"its process {old} keeps the limit with which it started, until it ends"}
-    assert await backend.adjust([running(less, old, gpu=(old,)), other]) == why
-    assert (await namespaces(backend))["a1"] == ("2G", "40.00")
-    await backend.close()
-    new = await place.agent()
-    await new.recover([less, tenant("b2", cores=10, memory_bytes=GIB)])
-    assert await new.observe([running(less, old, gpu=(old,))]) == []
-    assert await new.adjust([running(less, old, gpu=(old,))]) == why
-    await place.detach()
-    assert await new.adjust([running(less)]) == {}
-    assert (await namespaces(new))["a1"] == ("2G", "40.00")
