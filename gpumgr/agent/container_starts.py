@@ -245,6 +245,8 @@ async def pre_start(
 ) -> None:
     """PreStartContainer: checks the request again and puts the limits in place. Raises Refusal; the kubelet tries again later."""
     agent_state, resource = starts.agent_state, record.resource
+    if not device_ids:
+        raise Refusal("invalid_request", f"the kubelet's request before a container's start has no {resource} ids")
     masks = agent_state.ledger.gpu_registry.known(resource, device_ids)
     if count(masks) < len(device_ids):
         _confirm_anonymous(agent_state.ledger, record, device_ids)

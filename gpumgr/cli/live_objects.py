@@ -80,22 +80,20 @@ def _budget(item: Json) -> Budget:
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
+    read = convert(item, _Node)
     node = parse_node(item)
-    return node, _live_node(item, node)
+    return node, _live_node(read, node)
 
 
-def _live_node(item: Json, node: WatchedNode) -> LiveNode:
+def _live_node(item: "_Node", node: WatchedNode) -> LiveNode:
     spec, status = item.get("spec") or {}, item["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
     derived = [_TAINT_OF_READY_STATUS.get(ready, "node.kubernetes.io/not-ready")]
     derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
     return LiveNode(
         state=node.state,
-        labels=dict(item["metadata"].get("labels") or {}),
-        taints=tuple(
-            {"key": each["key"], "effect": each["effect"], "value": each.get("value")} for each in spec.get("taints") or ()
-        )
-        + tuple({"key": key, "effect": "NoSchedule"} for key in derived if key),
+        labels=item["metadata"].get("labels") or {},
+        taints=(*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)),
         allocatable=_amounts(status.get("allocatable") or status.get("capacity") or {}),
     )
 
@@ -215,9 +213,44 @@ class _Rules(TypedDict, total=False):
     affinity: _Affinity | None
 
 
-# -- what is read of a pod, so that a message names the path and the expected type ------------------------------------------
+# -- what is read of an object, so that a message names the path and the expected type --------------------------------------
 
 _Object = dict[str, Any]
+
+
+class _Metadata(TypedDict, total=False):
+    name: Required[str]
+    uid: Required[str]
+    labels: dict[str, str] | None
+    annotations: _Object | None
+
+
+class _Condition(TypedDict):
+    type: str
+    status: str
+
+
+class _Taint(TypedDict, total=False):
+    key: Required[str]
+    effect: Required[str]
+    value: str | None
+
+
+class _NodeSpec(TypedDict, total=False):
+    unschedulable: bool | None
+    taints: list[_Taint] | None
+
+
+class _NodeStatus(TypedDict, total=False):
+    conditions: list[_Condition] | None
+    capacity: _Object | None
+    allocatable: _Object | None
+
+
+class _Node(TypedDict, total=False):
+    metadata: Required[_Metadata]
+    spec: _NodeSpec | None
+    status: Required[_NodeStatus]
 
 
 class _Owner(TypedDict, total=False):
@@ -225,12 +258,8 @@ class _Owner(TypedDict, total=False):
     controller: bool | None
 
 
-class _PodMetadata(TypedDict, total=False):
+class _PodMetadata(_Metadata, total=False):
     namespace: Required[str]
-    name: Required[str]
-    uid: Required[str]
-    labels: dict[str, str] | None
-    annotations: _Object | None
     ownerReferences: list[_Owner] | None
     creationTimestamp: str | None
     deletionTimestamp: str | None

@@ -240,7 +240,7 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
         (
             head + '[5], "pods": [], "poddisruptionbudgets": []}',
             read,
-            "the snapshot has no node that can be used; node without a name is left out: TypeError: 'int' object is not subscriptable",
+            "the snapshot has no node that can be used; node without a name is left out: Expected `object`, got `int`;",
         ),
     ):
         if content is not None:

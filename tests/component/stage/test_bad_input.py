@@ -46,6 +46,13 @@ async def test_ids_that_can_not_be_granted(folder: Path, ids: list[str], sentenc
         assert (await node.run(node.pod("after", app(20, 4)))).phase == "Running"
 
 
+async def test_a_start_without_ids_is_refused_with_a_sentence(folder: Path) -> None:
+    async with stage(folder) as node:
+        assert (await node.run(node.pod("holder", app(20, 4)))).phase == "Running"
+        with pytest.raises(Refusal, match="the kubelet's request before a container's start has no core ids"):
+            await node.agent.pre_start("core", [])
+
+
 async def test_held_ids_are_not_allocated_again(folder: Path) -> None:
     async with stage(folder) as node:
         holder = node.pod("holder", app(100, 16))

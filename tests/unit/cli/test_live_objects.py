@@ -114,7 +114,7 @@ def of_budget(**selector: Any) -> Json:
     return {**BUDGET, "spec": {"selector": selector}}
 
 
-OTHERS: dict[str, list[tuple[Json, str, str]]] = {
+OTHERS: dict[str, list[tuple[Any, str, str]]] = {
     "pods": [
         ({**POD, "status": 5}, "team/x", "Expected `object | null`, got `int` - at `$.status`"),
         ({**POD, "spec": None}, "team/x", "Expected `object`, got `null` - at `$.spec`"),
@@ -127,8 +127,16 @@ OTHERS: dict[str, list[tuple[Json, str, str]]] = {
     ],
     "nodes": [
         (of_node(status={"capacity": {"cpu": "many"}}), "x", "cpu: quantity 'many' can't be read"),
-        (of_node(status={"capacity": 5}), "x", "AttributeError: 'int' object has no attribute 'get'"),
-        (of_node(spec={"taints": [{"key": "x"}]}), "x", "KeyError: 'effect'"),
+        (5, "without a name", "Expected `object`, got `int`"),
+        (of_node(metadata={"name": "x"}), "x", "Object missing required field `uid` - at `$.metadata`"),
+        (of_node(status=None), "x", "Expected `object`, got `null` - at `$.status`"),
+        (of_node(status={"capacity": 5}), "x", "Expected `object | null`, got `int` - at `$.status.capacity`"),
+        (of_node(spec={"taints": [{"key": "x"}]}), "x", "Object missing required field `effect` - at `$.spec.taints[0]`"),
+        (
+            of_node(status={"conditions": [{"type": "Ready"}]}),
+            "x",
+            "Object missing required field `status` - at `$.status.conditions[0]`",
+        ),
     ],
     "poddisruptionbudgets": [
         ({**BUDGET, "spec": 5}, "team", "Expected `object | null`, got `int` - at `$.spec`"),
