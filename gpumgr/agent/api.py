@@ -204,7 +204,7 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request; `at` in unix seconds. A GPU is not `empty` before the first sample of its processes.
+    """The response to a maintenance request; `at` in unix seconds. A GPU is not `empty` while a container of its processes is not known.
     `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with the reasons. `said`: the output of nvidia-smi
     after a reset."""
 

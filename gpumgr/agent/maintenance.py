@@ -230,11 +230,12 @@ class Maintenance:
             for holder in self._agent_state.ledger.on(gpu.name)
         ]
         processes = sorted((each for each in unattributed.values() if each.uuid == gpu.uuid), key=lambda each: each.pid)
+        known = use is not None and gpu.name not in {name for name, _ in use.unknown}
         return MaintenanceResult(
             at=self._agent_state.history.now(),
             gpu=MaintainedGpu(uuid=gpu.uuid, name=gpu.name, index=self._agent_state.node().indices.get(gpu.name)),
             cordon=self.cordons.get(gpu.uuid),
-            empty=use is not None and not containers and not processes,
+            empty=known and not containers and not processes,
             containers=tuple(containers),
             unattributed=tuple(processes),
         )

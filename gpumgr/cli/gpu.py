@@ -48,6 +48,7 @@ _REASON = click.option(
     metavar="TEXT",
     help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
 )
+_LISTED: Final = "driver and container runtime have listed its processes (log events nvml_down, cri_unavailable)"
 _REFUSED: Final = "the agent refuses or does not respond"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
 _EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}
@@ -231,8 +232,8 @@ async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: f
             names = ", ".join(sorted({each.pod_name for each in left})) or "they belong to no container"
             now = f"waiting for {counted(len(left), processes)}: {names}"
             if not left and not processes:
-                document = await request_maintenance(agent, "drain", gpu.uuid)
-            elif now != reported:
+                document, now = await request_maintenance(agent, "drain", gpu.uuid), f"waiting until {_LISTED}"
+            if now != reported and not decoded(document, MaintenanceResult).empty:
                 click.echo(now, err=True)
                 reported = now
         except AgentUnavailable as error:
@@ -263,7 +264,7 @@ def _cordoned(result: MaintenanceResult) -> list[str]:
 def _drained(result: MaintenanceResult) -> list[str]:
     if result.empty:
         return [f"{result.gpu.label} is cordoned and empty"]
-    still = counted(len(result.containers), len(result.unattributed)) or "nothing known; its processes were not listed yet"
+    still = counted(len(result.containers), len(result.unattributed)) or f"not known before {_LISTED}"
     lines = [f"{result.gpu.label} is cordoned; still on it: {still}", *_rows(result)]
     if result.evicting:
         lines.append(f"to be evicted as soon as their disruption budgets allow it: {', '.join(result.evicting)}")

@@ -22,6 +22,8 @@ import structlog
 from gpumgr.common.aio import until_tick
 from gpumgr.common.errors import AlreadyRunning, GpumgrError
 
+BY_SYSTEMD: Final = " (systemd)"
+
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
@@ -46,13 +48,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_node(path: Path) -> Iterator[None]:
-    """Locks the file `path`, which contains the holder's pid. Raises AlreadyRunning if another process holds the lock, GpumgrError if the
-    file can't be opened."""
+    """Locks the file `path`, which contains the holder's pid, and BY_SYSTEMD if systemd runs it. Raises AlreadyRunning if another process
+    holds the lock, GpumgrError if the file can't be opened."""
     held = _locked(path)
     try:
         with contextlib.suppress(OSError):  # a full disk: the lock is held, but the message of a second agent lacks the pid
             os.ftruncate(held, 0)
-            os.pwrite(held, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(held, f"{os.getpid()}{BY_SYSTEMD if 'NOTIFY_SOCKET' in os.environ else ''}\n".encode(), 0)
         yield
     finally:
         os.close(held)

@@ -86,7 +86,7 @@ def join(
     index = index or AllocationIndex(ledger.allocations.values())
     attributed: Attributed = {}
     unattributed: dict[tuple[GpuName, int], UnattributedProcess] = {}
-    unknown: set[int] = set()
+    unknown: set[tuple[GpuName, int]] = set()
     maybe: Unknown = defaultdict(list)
     for uuid, gpu_sample in sample.gpus.items():
         registered = ledger.gpu_registry.by_uuid.get(uuid)
@@ -95,14 +95,14 @@ def join(
         for process in gpu_sample.processes or ():
             container = owners.get(process.pid)
             if process.pid not in owners:
-                unknown.add(process.pid)
+                unknown.add((registered.name, process.pid))
                 maybe[registered.name].append(None)
                 continue
             owner = index.owner(container, registered.name) if container else "none"
             if isinstance(owner, Allocation):
                 attributed.setdefault((owner.id, registered.name), []).append(process)
             elif owner == "unknown":
-                unknown.add(process.pid)
+                unknown.add((registered.name, process.pid))
                 maybe[registered.name].append(container)
             else:
                 unattributed[registered.name, process.pid] = UnattributedProcess(

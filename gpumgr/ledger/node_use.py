@@ -88,12 +88,12 @@ class UnattributedSum(msgspec.Struct, frozen=True, kw_only=True):
 
 class NodeUse(msgspec.Struct, frozen=True, kw_only=True):
     """The whole node at one instant. `containers` has every allocation on every GPU that it was granted, even without a process. `gpus`
-    lacks GPUs without a readable process list. `unknown`: pids of processes in containers that are not known yet."""
+    lacks GPUs without a readable process list. `unknown`: (GPU, pid) of processes in containers that are not known yet."""
 
     containers: Mapping[AllocationOnGpu, ContainerUse] = msgspec.field(default_factory=dict)
     unattributed: Mapping[tuple[GpuName, int], UnattributedProcess] = msgspec.field(default_factory=dict)
     gpus: Mapping[GpuName, UnattributedSum] = msgspec.field(default_factory=dict)
-    unknown: frozenset[int] = frozenset()
+    unknown: frozenset[tuple[GpuName, int]] = frozenset()
 
     def of(self, allocations: Collection[AllocationId]) -> "NodeUse":
         if all(allocation in allocations for allocation, _ in self.containers):

@@ -96,12 +96,13 @@ def update_unattributed(
         )
         for process, found in here.items()
     }
+    unknown = {pid for _, pid in use.unknown}
     hidden = {
         process: each
         for process, each in known.items()
         if process not in seen
         and started.get(process[0], process[1]) == process[1]
-        and (process[0] in use.unknown or not each.gpus <= use.gpus.keys())
+        and (process[0] in unknown or not each.gpus <= use.gpus.keys())
     }
     before = {process for process, each in known.items() if each.reported}
     new = {process: here[process] for process, each in seen.items() if each.reported and process not in before}

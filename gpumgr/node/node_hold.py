@@ -23,7 +23,7 @@ from gpumgr.agent.pods import holders_of_other_mode
 from gpumgr.common.errors import AlreadyRunning, GpumgrError, InputError, NvmlError
 from gpumgr.driver.binding import DriverMismatchError
 from gpumgr.kube.cache import NoPods, PodCache
-from gpumgr.kubelet.other_plugins import lock_folder, lock_node
+from gpumgr.kubelet.other_plugins import BY_SYSTEMD, lock_folder, lock_node
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.store import read_checkpoint
 from gpumgr.ledger.tables import CorruptError
@@ -75,7 +75,7 @@ class SecondAgent:
         self.settings, self._driver, self._on_wait = settings, driver, on_wait
         self._enforcement, self._nvml = enforcement, enforcement.nvml
         self._pods, self._watch = pods, watch
-        self._waits_for = ""
+        self._waits_for, self._beside_service = "", False
         self._holders: str | None = None
         self._driver_trouble: str | None = "no driver was found yet"
         #: The first agent's ledger when `_load` read it. None before, or if it was corrupt then.
@@ -112,6 +112,9 @@ class SecondAgent:
     def _note_holder(self, running: AlreadyRunning) -> None:
         """Stores and logs which agent has the node now. If several agents wait, any of them may be next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
+        self._beside_service = BY_SYSTEMD in text
+        if self._beside_service:
+            text += "; stop it by `systemctl disable --now gpumgr`, or keep the DaemonSet off this node"
         if text != self._waits_for:
             self._waits_for = text
             log.info("waiting_for_other_agent", reason=text, lock=str(self.settings.process.lock_path))
@@ -130,8 +133,8 @@ class SecondAgent:
             await self._driver.link.run()
 
     def _not_ready(self) -> list[str]:
-        """Why this agent is not ready. Empty if it waits only for the first agent to end."""
-        missing = self._no_driver()
+        """Why this agent is not ready. Empty if it waits only for the end of an agent that its DaemonSet then ends."""
+        missing = self._no_driver() + [f"this agent {self._waits_for}"] * self._beside_service
         if isinstance(self._pods, PodCache) and not self._pods.synced:
             missing.append("the API server has not listed the pods of this node yet")
         if not missing and not self._loaded.is_set():

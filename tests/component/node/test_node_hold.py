@@ -199,6 +199,20 @@ async def test_in_mode_plugin_the_second_agent_is_ready_and_names_the_agent_that
         assert await held
 
 
+async def test_a_second_agent_beside_a_systemd_service_is_not_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No update ends the service, and a ready DaemonSet would look as if it served the node."""
+    settings, stop = settings_of(folder, mode="plugin"), asyncio.Event()
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
+    with lock_node(settings.process.lock_path):
+        monkeypatch.delenv("NOTIFY_SOCKET")
+        async with second(settings, stop) as (_driver, held):
+            await when(lambda: f"PID {os.getpid()} (systemd) has ended; stop it by" in answer(settings, "/readyz")[1])
+            assert await asyncio.to_thread(status, settings, "/readyz") == 503
+            assert await asyncio.to_thread(status, settings, "/healthz") == 200
+            stop.set()
+            assert await held is False
+
+
 async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays(folder: Path) -> None:
     settings, node = settings_of(folder, mode="plugin"), prepare("mixed-2", folder / "sim")
     node.control.unload_driver()

@@ -240,6 +240,14 @@ async def test_processes_without_an_allocation_block_a_drain() -> None:
     assert (answer["empty"], answer["unattributed"]) == (False, [to_json_data(unattributed[0])])
 
 
+async def test_a_gpu_is_not_empty_while_the_container_of_a_process_is_not_known() -> None:
+    """After a restart of the agent the container runtime may not answer yet."""
+    bench = await Bench.made(2)
+    bench.use = NodeUse(unknown=frozenset({("00000000", 7)}))
+    assert not (await bench.maintain("drain", "0"))["empty"]
+    assert (await bench.maintain("drain", "1"))["empty"]
+
+
 async def test_each_pod_is_evicted_once_and_the_history_has_the_reason(bench: Bench) -> None:
     two = bench.world.pod("two", *(replace(app(10, 1), name=name) for name in ("a", "b")))
     await bench.world.run(two)

@@ -128,7 +128,7 @@ def test_an_allocation_without_a_containers_name_takes_what_is_left_of_its_pod()
 def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
     ledger = view_of(share(), share("b", TRAIN), share("c", ("team", "else"), gpu=1)).ledger
     found = used(ledger, sample({11: 5, 12: 6}, {}), {12: container("b", TRAIN)})
-    assert found.unknown == {11}
+    assert found.unknown == {(GPU0, 11)}
     assert not found.unattributed
     told = {use.allocation: (use.memory_bytes, use.process_count) for use in found.containers.values()}
     assert told == {"a": (None, None), "b": (6, 1), "c": (0, 0)}, "it may be of a, which is not known to use nothing"

@@ -11,7 +11,7 @@ from gpumgr.ledger.use_changes import KnownProcess, KnownProcesses, update_unatt
 
 
 def node(
-    *unattributed: tuple[str, int], readable: tuple[str, ...] = ("g0", "g1"), unknown: frozenset[int] = frozenset()
+    *unattributed: tuple[str, int], readable: tuple[str, ...] = ("g0", "g1"), unknown: frozenset[tuple[str, int]] = frozenset()
 ) -> NodeUse:
     return NodeUse(
         unattributed={key: UnattributedProcess(gpu=key[0], uuid=f"GPU-{key[0]}", pid=key[1]) for key in unattributed},
@@ -58,8 +58,8 @@ def test_a_pid_that_was_used_again_is_another_process() -> None:
     [
         (node(), STARTED, False),
         (node(readable=("g1",)), {}, True),
-        (node(unknown=frozenset({7})), STARTED, True),
-        (node(unknown=frozenset({7})), {7: 5555}, False),
+        (node(unknown=frozenset({("g0", 7)})), STARTED, True),
+        (node(unknown=frozenset({("g0", 7)})), {7: 5555}, False),
     ],
     ids=["it has ended", "the list can't be read", "its container is not known", "another process has its pid"],
 )

@@ -117,7 +117,7 @@ async def test_processes_are_looked_up_once_and_again_while_the_runtime_does_not
     node = Node(share(), whole("t", TRAIN, 1))
     node.runtime.unavailable = True
     await node.sampled(sample({}, {21: 7}))
-    assert (node.use.unknown, len(node.use.unattributed)) == (frozenset({21}), 0)
+    assert (node.use.unknown, len(node.use.unattributed)) == (frozenset({(name_of(1), 21)}), 0)
     node.runtime.unavailable = False
     node.runtime.elsewhere[21] = container("t", TRAIN)
     for _ in range(3):
@@ -320,7 +320,7 @@ async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed(
     with capture_logs() as logs:
         await node.sampled(sample({99: 5}, {}))
         assert not node.use.unattributed
-        assert node.use.unknown == {99}
+        assert node.use.unknown == {(GPU0, 99)}
         await node.sampled(sample({}, {}))
     assert not logs
 
@@ -388,7 +388,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts()
         await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
     assert node.use.containers["a", GPU0].memory_bytes == 2
     assert node.use.containers["t", name_of(1)].memory_bytes == 2
-    assert node.use.unknown == {22}
+    assert node.use.unknown == {(name_of(1), 22)}
     assert node.runtime.ticks == 2
     assert node.runtime.asked == [21, 22]
     node.runtime.elsewhere[22] = container("t", TRAIN)
