@@ -184,7 +184,7 @@ class _ResourceLink:
     async def stay_registered(self) -> None:
         """Registers, waits until the registration is lost, and repeats. Never returns."""
         retry_seconds = self._timing.first_retry_seconds
-        kubelet = None
+        kubelet = lost = None
         while True:
             before, kubelet = kubelet, FileIdentity.at(self._kubelet_socket)
             if kubelet != before:
@@ -200,7 +200,9 @@ class _ResourceLink:
                 retry_seconds = min(2 * retry_seconds, self._timing.last_retry_seconds)
                 continue
             retry_seconds = self._timing.first_retry_seconds
-            self._log.warning("registration_lost", reason=await self._until_lost(server, kubelet))
+            former, lost = lost, await self._until_lost(server, kubelet)
+            if not former == lost == "never_watched":
+                self._log.warning("registration_lost", reason=lost)
             self._become(replace(self.state, registered=False))
             # A kubelet that starts removes its earlier socket before it makes the new one.
             await self._pause(self._timing.unwatched_seconds, None)
@@ -243,7 +245,7 @@ class _ResourceLink:
     async def _until_lost(self, server: PluginServer, kubelet: FileIdentity | None) -> str:
         """Returns the reason once the registration is lost."""
         loop = asyncio.get_running_loop()
-        watched_by = loop.time() + self._timing.first_watch_seconds
+        watched_by, unwatched = loop.time() + self._timing.first_watch_seconds, "never_watched"
         while True:
             if server.open_streams:
                 await server.wait_streams(until_tick(self._timing.watched_poll_seconds))
@@ -254,9 +256,9 @@ class _ResourceLink:
             if not server.in_place:  # a kubelet that starts also removes it
                 return "own_socket_removed"
             if server.open_streams:
-                watched_by = loop.time() + self._timing.unwatched_seconds
+                watched_by, unwatched = loop.time() + self._timing.unwatched_seconds, "not_watched"
             elif loop.time() > watched_by:
-                return "not_watched"
+                return unwatched
 
     async def _pause(self, seconds: float, kubelet: FileIdentity | None) -> None:
         """Waits for this time, or until a new kubelet.sock appears."""

@@ -14,7 +14,7 @@ _ROWS: Final = {
     "ended_by_bug": "A bug ended the process.",
     "registration_failed": "The kubelet refused the registration or is unavailable. Retried; `error` has the remedy.",
     "registration_waits": "No device is offered yet; `reason` has the cause and the remedy. Retried.",
-    "registration_lost": "The kubelet has restarted, or the agent's socket was removed. Retried.",
+    "registration_lost": "The kubelet restarted, watches nothing, or the socket was removed. Retried.",
     "socket_made_again": "Another program, such as a second agent, removed or replaced a socket of the driver.",
     "claim_not_restored": "The limits or the CDI spec of a prepared claim can't be written; its containers can't start. Retried.",
     "claim_not_adopted": "The ledger was lost, and this claim was not prepared again. Its GPUs count as free: delete the pod.",

@@ -22,6 +22,7 @@ from gpumgr.kubelet.plugin import encode_devices
 from gpumgr.kubelet.plugin_registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
+from tests.background import until
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, allocate_request, kubelet_stub
 
 QUICK = LinkTiming(
@@ -325,6 +326,23 @@ async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
         await kubelet.stop_stream(CORE_RESOURCE)
         await link.until(lambda: link.link.states["core"].registrations == 2)
         await offered(kubelet)
+
+
+async def test_a_kubelet_that_never_watches_is_reported_once(kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is registered at again each 13 s."""
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    with capture_logs() as logs, monkeypatch.context() as patched:
+        patched.setattr(kubelet, "_watch", nothing)
+        async with linked(kubelet.plugin_folder, replace(QUICK, first_watch_seconds=0.02, unwatched_seconds=0.02)) as link:
+            await link.until_registrations(4)
+            assert [line["reason"] for line in logs if line["event"] == "registration_lost"] == ["never_watched"] * 2
+            patched.undo()
+            await offered(kubelet)
+            await kubelet.stop_stream(CORE_RESOURCE)
+            await until(lambda: logs[-1]["event"] == "registered" and "not_watched" in str(logs))
 
 
 async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> None:
