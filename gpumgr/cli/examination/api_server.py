@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
@@ -12,7 +12,6 @@ from msgspec.structs import asdict
 from gpumgr.cli.examination import PEER_SECONDS, CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.errors import GpumgrError
-from gpumgr.common.foreign_text import UnreadableText, convert
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.common.unix_socket import is_served
 from gpumgr.kube.client import API_FAILURES, UNREADABLE, AnswerError, ApiServer, unreadable_text
@@ -24,14 +23,16 @@ from gpumgr.ledger.store import read_checkpoint
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings
 
+T = TypeVar("T")
+
 IF_HUNG: Final = "the API server is overloaded or can't be reached: check the server's address in the kubeconfig"
 _ACCOUNT: Final = "run it with an account that may read this, for example an administrator's kubeconfig"
 
 
-async def judged(look: Awaitable[CheckResult]) -> CheckResult:
-    """Turns failures of `look` into errors."""
+async def judged(look: Callable[[T], Awaitable[CheckResult]], peer: T) -> CheckResult:
+    """Calls `look`; its failures become errors."""
     try:
-        return await look
+        return await look(peer)
     except GpumgrError as failure:
         return error_of(failure, _ACCOUNT if isinstance(failure, AnswerError) else IF_HUNG)
     except API_FAILURES as failure:
@@ -44,7 +45,7 @@ async def ask(settings: Settings, look: Callable[[ApiServer], Awaitable[CheckRes
     """Calls `look` with the API server of the settings."""
     try:
         async with ApiServer.session(settings.kubernetes.kubeconfig) as server:
-            return await judged(look(server))
+            return await judged(look, server)
     except GpumgrError as failure:
         return error_of(failure, IF_HUNG)
 
@@ -66,28 +67,15 @@ class Right(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.verb} {'/'.join(filter(None, (self.resource, self.subresource)))}"
 
 
-class _Verdict(msgspec.Struct):
-    allowed: bool = False
-
-
-class _Review(msgspec.Struct):
-    status: _Verdict
-
-
 async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
-    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews.
-
-    Raises GpumgrError for an invalid answer, and what `ApiServer.request` raises.
-    """
+    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews. Raises
+    what `judged` expects."""
     kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
     attributes = {key: value for key, value in asdict(right).items() if value is not None}
     spec = {"resourceAttributes": attributes} | ({} if user is None else {"user": user})
     body = {"apiVersion": _REVIEWS, "kind": kind, "spec": spec}
     answer = await server.read("POST", f"/apis/{_REVIEWS}/{kind.lower()}s", body)
-    try:
-        return convert(answer, _Review).status.allowed
-    except UnreadableText as error:
-        raise GpumgrError(f"the API server's answer is no {kind}: {error}") from error
+    return answer["status"]["allowed"] is True
 
 
 # -- the rights of the agent's account -----------------------------------------------------------------------------------------

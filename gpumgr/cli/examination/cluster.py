@@ -20,7 +20,7 @@ from gpumgr.cli.examination.cluster_config import (
     problems,
     profiles_of,
 )
-from gpumgr.cluster.scheduler.objects import WatchedNode, parse_node, parse_watched_pod
+from gpumgr.cluster.scheduler.objects import parse_node, parse_watched_pod
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kube.client import ApiServer, items_of
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
@@ -34,6 +34,7 @@ _INSTALL: Final = "install it with the chart's scheduler.enabled (docs/scheduler
 #: Prefix of the annotations with the choice of HAMi's scheduler.
 _HAMI_KEYS: Final = "hami.io/vgpu-"
 _LEASES: Final = "coordination.k8s.io"
+_OURS: Final = "app.kubernetes.io/part-of=gpumgr"
 
 Json = Mapping[str, Any]
 
@@ -47,10 +48,10 @@ class Deployed(NamedTuple):
 
 
 class Cluster:
-    """The API server's objects that several checks read."""
+    """`given`: kube-scheduler's configuration in YAML; None: the chart's ConfigMap."""
 
-    def __init__(self, server: ApiServer) -> None:
-        self.server = server
+    def __init__(self, server: ApiServer, given: str | None) -> None:
+        self.server, self.given = server, given
 
     async def get(self, path: str, **query: str) -> Json:
         return await self.server.read("GET", path, query=query)
@@ -58,57 +59,53 @@ class Cluster:
     async def items(self, path: str, **query: str) -> list[Json]:
         return items_of(await self.get(path, **query))
 
-    async def nodes(self) -> list[WatchedNode]:
-        return [parse_node(each, hami=_HAMI) for each in await self.items("/api/v1/nodes")]
-
     async def deployed(self, container: str) -> Deployed | None:
         """gpumgr's Deployment with this name of the first container."""
-        for each in await self.items("/apis/apps/v1/deployments", labelSelector="app.kubernetes.io/part-of=gpumgr"):
+        for each in await self.items("/apis/apps/v1/deployments", labelSelector=_OURS):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
                 return Deployed(each["metadata"]["namespace"], each["metadata"]["name"], pod)
         return None
 
-    async def config(self, given: str | None) -> Json | None:
-        """Returns `given`, else the chart's ConfigMap, else None. Raises ValueError."""
-        if given is not None:
-            return parse_config(given)
-        found = await self.items("/api/v1/configmaps", labelSelector="app.kubernetes.io/part-of=gpumgr")
+    async def config(self) -> Json | None:
+        """None: neither given nor in the chart's ConfigMap. Raises ValueError."""
+        if self.given is not None:
+            return parse_config(self.given)
+        found = await self.items("/api/v1/configmaps", labelSelector=_OURS)
         texts = [each["data"]["kube-scheduler.yaml"] for each in found if "kube-scheduler.yaml" in (each.get("data") or {})]
         return parse_config(texts[0]) if texts else None
 
-
-Look = Callable[[Cluster], Coroutine[Any, Any, CheckResult]]
+    async def serves_hami(self) -> bool:
+        """Whether the scheduler serves pods with HAMi's resources."""
+        with suppress(ValueError):  # the check of the configuration reports this
+            return manages_hami(await self.config() or {})
+        return False
 
 
 def checks_for_cluster(server: ApiServer, config: str | None) -> tuple[Check, ...]:
-    """`config`: kube-scheduler's configuration in YAML; None: the chart's ConfigMap."""
-    cluster = Cluster(server)
-    looks: dict[str, Look] = {
-        "configuration": partial(_configuration, given=config),
-        "rbac": partial(_rights, given=config),
+    """`config`: see `Cluster`."""
+    cluster = Cluster(server, config)
+    looks: dict[str, Callable[[Cluster], Coroutine[Any, Any, CheckResult]]] = {
+        "configuration": _configuration,
+        "rbac": _rights,
         "versions": _versions,
         "leader": _leader,
-        "admission": partial(_admission, given=config),
+        "admission": _admission,
         "inventories": _inventories,
-        "other-pods": partial(_other_pods, given=config),
+        "other-pods": _other_pods,
         "device-class": lambda cluster: look_at_class(cluster.server),
         "claims-policy": _claims_policies,
         "claims-rbac": _claims_rights,
     }
-
-    def check(name: str, look: Look) -> Check:
-        return Check(name, lambda: judged(look(cluster)), IF_HUNG)
-
-    return tuple(check(name, look) for name, look in looks.items())
+    return tuple(Check(name, partial(judged, look, cluster), IF_HUNG) for name, look in looks.items())
 
 
-async def _configuration(cluster: Cluster, given: str | None) -> CheckResult:
+async def _configuration(cluster: Cluster) -> CheckResult:
     try:
-        config = await cluster.config(given)
+        config = await cluster.config()
     except ValueError as failure:
         return error(
-            f"{'the ConfigMap' if given is None else 'the file'}: {failure}",
+            f"{'the ConfigMap' if cluster.given is None else 'the file'}: {failure}",
             "give the file of kube-scheduler's --config to --scheduler-config",
         )
     if config is None:
@@ -136,17 +133,11 @@ def _of_lease(namespace: str, name: str) -> Iterator[Right]:
         yield Right(verb=verb, resource="leases", group=_LEASES, namespace=namespace, name=of_name)
 
 
-async def _serves_hami(cluster: Cluster, given: str | None) -> bool:
-    with suppress(ValueError):  # the check of the configuration reports this
-        return manages_hami(await cluster.config(given) or {})
-    return False
-
-
-async def _rights(cluster: Cluster, given: str | None) -> CheckResult:
+async def _rights(cluster: Cluster) -> CheckResult:
     found = await cluster.deployed("scheduler")
     if found is None:
         return skipped("no Deployment of the scheduler")
-    wanted = needed(found.namespace, found.name, hami=await _serves_hami(cluster, given))
+    wanted = needed(found.namespace, found.name, hami=await cluster.serves_hami())
     return await _judge_rights(cluster, found, wanted, "config/scheduler/rbac.yaml")
 
 
@@ -173,7 +164,7 @@ async def _claims_policies(cluster: Cluster) -> CheckResult:
 async def _versions(cluster: Cluster) -> CheckResult:
     """kube-scheduler must have the API server's minor version or the one before."""
     server = _minor(str((await cluster.get("/version"))["gitVersion"]))
-    pods = await cluster.items("/api/v1/pods", labelSelector="app.kubernetes.io/part-of=gpumgr")
+    pods = await cluster.items("/api/v1/pods", labelSelector=_OURS)
     first = [pod["spec"]["containers"][0] for pod in pods]
     ours = sorted({_minor(str(each["image"])) for each in first if each["name"] == "kube-scheduler"})
     text = ", ".join([f"API server {_text(server)}", *(f"kube-scheduler {_text(each)}" for each in ours)])
@@ -211,12 +202,12 @@ async def _leader(cluster: Cluster) -> CheckResult:
     return ok(f"{lease['holderIdentity']} holds the Lease")
 
 
-async def _admission(cluster: Cluster, given: str | None) -> CheckResult:
+async def _admission(cluster: Cluster) -> CheckResult:
     gap = "users who may create or bind pods can forge placements; see docs/scheduler.md"
     policies = await policies_in_force(cluster.server, "validating")
     if policies is None:
         return warning("this API server has no ValidatingAdmissionPolicies (Kubernetes 1.30)", gap)
-    for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await _serves_hami(cluster, given) else [])):
+    for annotation in (PLACEMENT_ANNOTATION, *([_HAMI_KEYS] if await cluster.serves_hami() else [])):
         protected = {
             resource
             for each in policies
@@ -235,7 +226,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 async def _inventories(cluster: Cluster) -> CheckResult:
-    nodes = await cluster.nodes()
+    nodes = [parse_node(each, hami=_HAMI) for each in await cluster.items("/api/v1/nodes")]
     unusable = {each.state.name: str(each.problem) for each in nodes if each.inventory == "unusable"}
     if unusable:
         first = min(unusable)
@@ -256,8 +247,8 @@ async def _inventories(cluster: Cluster) -> CheckResult:
     return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
 
 
-async def _other_pods(cluster: Cluster, given: str | None) -> CheckResult:
-    config = await cluster.config(given)
+async def _other_pods(cluster: Cluster) -> CheckResult:
+    config = await cluster.config()
     ours = profiles_of(config) if config is not None else ["gpumgr-scheduler"]
     fields = ["status.phase!=Succeeded", "status.phase!=Failed", *(f"spec.schedulerName!={name}" for name in ours)]
     pods = await cluster.items("/api/v1/pods", fieldSelector=",".join(fields))
