@@ -50,12 +50,14 @@ EVICTED = "GpuDrained"
 
 
 class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpu` is any name that `find_gpu` accepts. `reason` is the operator's text. `evict` concerns a drain."""
+    """`gpu` is any name that `find_gpu` accepts. `reason` is the operator's text. `evict` and `again` concern drains; `again`: the GPU must
+    be cordoned already."""
 
     action: Action
     gpu: str
     reason: str = ""
     evict: bool = False
+    again: bool = False
 
 
 class HealthOverrides(Protocol):
@@ -158,6 +160,8 @@ class Maintenance:
                 "there is no API server to ask for evictions: this agent runs standalone; drain without evicting, and end the pods another "
                 "way",
             )
+        if request.again and gpu.uuid not in self.cordons:
+            raise Refusal("conflict", f"{self._label(gpu)} was uncordoned by another request: it is no longer drained")
         before = self.cordons.get(gpu.uuid) or Cordon(since=self._agent_state.history.now())
         reason = request.reason or before.reason
         cordon = replace(before, reason=reason, draining=before.draining or drain, evict=before.evict or evict)

@@ -1,7 +1,6 @@
 """`gpumgr gpu`: takes GPUs out of service and brings them back."""
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult, NodeState
-from gpumgr.cli.agent_client import STATE, AgentClient, AgentUnavailable, converted, decoded, report_unavailable
+from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult
+from gpumgr.cli.agent_client import AgentClient, AgentUnavailable, converted, decoded, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option
-from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import count_text
 
 WAIT_SECONDS: Final = 600.0
@@ -123,8 +121,8 @@ def drain(
     """
     if timeout is not None and not wait:
         raise click.UsageError("--timeout needs --wait")
-    wait_seconds = (WAIT_SECONDS if timeout is None else timeout) if wait else None
-    document = asyncio.run(drain_gpu(location.socket, gpu, reason, evict=evict, wait_seconds=wait_seconds))
+    wait_seconds = WAIT_SECONDS if timeout is None else timeout
+    document = asyncio.run(drain_gpu(location.socket, gpu, reason, evict=evict, wait_seconds=wait_seconds if wait else 0.0))
     result = decoded(document, MaintenanceResult)
     _print(document, output, _drained(result))
     sys.exit(0 if result.empty else 1)
@@ -192,58 +190,37 @@ async def _send_request(socket: Path, action: str, gpu: str, *, reason: str = ""
         return await request_maintenance(agent, action, gpu, reason=reason)
 
 
-async def request_maintenance(
-    agent: AgentClient, action: str, gpu: str, *, reason: str = "", evict: bool = False
-) -> dict[str, Any]:
+async def request_maintenance(agent: AgentClient, action: str, gpu: str, **body: str | bool) -> dict[str, Any]:
     """The agent's response as JSON data. Raises the errors of AgentClient."""
     path = f"/api/gpus/{quote(gpu, safe='')}/{action}"
-    return converted(await agent.post(path, {"reason": reason, "evict": evict}, timeout_seconds=RESPONSE_SECONDS), dict[str, Any])
+    return converted(await agent.post(path, body, timeout_seconds=RESPONSE_SECONDS), dict[str, Any])
 
 
-async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float | None) -> dict[str, Any]:
-    """Drains the GPU and waits until it is empty, at most `wait_seconds` (None: no wait). Returns the agent's last response.
+async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float) -> dict[str, Any]:
+    """Drains the GPU, and waits until it is empty, at most `wait_seconds`; changes are reported on stderr. Returns the agent's last
+    response.
 
-    After the first response the agent has stored the cordon, so requests are retried while it is unavailable. Raises GpumgrError if the
-    agent refuses, or if the GPU is uncordoned in the meantime.
+    After the first response the agent has stored the cordon, so requests are repeated while it is unavailable. Raises GpumgrError if the
+    agent refuses, also because the GPU was uncordoned in the meantime.
     """
     async with AgentClient(socket) as agent:
-        first = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
-        last = first if wait_seconds is None else await _until_empty(agent, first, time.monotonic() + wait_seconds)
-    return {**last, **{field: first[field] for field in ("changed", "evicting", "not_evicted") if field in first}}
-
-
-async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Reports changes on stderr. Drains again only when the GPU seems empty or the time is over, because a drain would cordon a GPU that
-    was uncordoned in the meantime."""
-    gpu, reported, available, first_at = decoded(document, MaintenanceResult).gpu, "", True, None
-    while not decoded(document, MaintenanceResult).empty and (remaining := deadline - time.monotonic()) > 0:
-        await asyncio.sleep(min(POLL_SECONDS, remaining))
-        try:
-            state, available = decoded(await agent.get(STATE), NodeState), True
-            # The first state may be from before the drain. States with another time are newer.
-            first_at = first_at or state.at
-            row = next((row for row in state.gpus if row.uuid == gpu.uuid), None)
-            if row is not None and row.cordon is None and state.at != first_at:
-                raise GpumgrError(f"{gpu.label} was uncordoned by another request: it is no longer drained")
-            if row is None or row.cordon is None:
+        first = last = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)
+        result, reported, available = decoded(first, MaintenanceResult), "", True
+        deadline = time.monotonic() + wait_seconds
+        while not result.empty and (remaining := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(POLL_SECONDS, remaining))
+            try:
+                last = await request_maintenance(agent, "drain", result.gpu.uuid, again=True)
+            except AgentUnavailable as error:
+                if available:
+                    report_unavailable(str(error))
+                available = False
                 continue
-            left = [container for container in state.containers if container.gpu == row.name]
-            processes = (row.unattributed.processes or 0) if row.unattributed else 0
-            names = ", ".join(sorted({each.pod_name for each in left})) or "they belong to no container"
-            now = f"waiting for {counted(len(left), processes)}: {names}"
-            if not left and not processes:
-                document, now = await request_maintenance(agent, "drain", gpu.uuid), f"waiting until {_LISTED}"
-            if now != reported and not decoded(document, MaintenanceResult).empty:
+            result, available = decoded(last, MaintenanceResult), True
+            if (now := _waiting_for(result)) != reported and not result.empty:
                 click.echo(now, err=True)
                 reported = now
-        except AgentUnavailable as error:
-            if available:
-                report_unavailable(str(error))
-            available = False
-    if not decoded(document, MaintenanceResult).empty and available:
-        with contextlib.suppress(AgentUnavailable):
-            return await request_maintenance(agent, "drain", gpu.uuid)
-    return document
+    return {**last, **{field: first[field] for field in ("changed", "evicting", "not_evicted") if field in first}}
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -251,6 +228,12 @@ async def _until_empty(agent: AgentClient, document: dict[str, Any], deadline: f
 
 def _print(document: dict[str, Any], output: str, lines: list[str]) -> None:
     click.echo(json_line(document) if output == "json" else "\n".join(lines))
+
+
+def _waiting_for(result: MaintenanceResult) -> str:
+    names = ", ".join(sorted({row.pod_name for row in result.containers})) or "they belong to no container"
+    left = counted(len(result.containers), len(result.unattributed))
+    return f"waiting for {left}: {names}" if left else f"waiting until {_LISTED}"
 
 
 def _cordoned(result: MaintenanceResult) -> list[str]:

@@ -53,6 +53,7 @@ gpumgr_waits_for_agent 1
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
     reason: str = ""
     evict: bool = False
+    again: bool = False
 
 
 class Pages:
@@ -178,6 +179,7 @@ class Pages:
             gpu=request.match_info["gpu"],
             reason=body.reason,
             evict=body.evict,
+            again=body.again,
         )
         return json_response(await run_shielded(self._sources.maintain(wanted), name=f"maintenance_{wanted.action}"))
 

@@ -87,14 +87,14 @@ async def test_a_path_that_can_not_be_used_is_reported(scene: Scene, tmp_path: P
 
 
 async def test_orders(root: aiohttp.ClientSession, scene: Scene) -> None:
-    async with root.post("/api/gpus/3/drain", json={"reason": "new fan", "evict": True}) as answer:
+    async with root.post("/api/gpus/3/drain", json={"reason": "new fan", "evict": True, "again": True}) as answer:
         assert answer.status == 200
         assert await answer.json() == {"gpu": "3", "done": "drain"}
     for action in ("cordon", "uncordon", "reset"):
         async with root.post(f"/api/gpus/GPU-00000000%2D0/{action}") as answer:
             assert answer.status == 200
     assert scene.orders == [
-        MaintenanceRequest(action="drain", gpu="3", reason="new fan", evict=True),
+        MaintenanceRequest(action="drain", gpu="3", reason="new fan", evict=True, again=True),
         MaintenanceRequest(action="cordon", gpu="GPU-00000000-0"),
         MaintenanceRequest(action="uncordon", gpu="GPU-00000000-0"),
         MaintenanceRequest(action="reset", gpu="GPU-00000000-0"),

@@ -229,6 +229,15 @@ async def test_a_drain_lists_the_remaining_containers_until_none_is_left(bench: 
     assert bench.told == [("draining", "broken fan")]
 
 
+async def test_a_repeated_drain_changes_nothing_and_does_not_cordon_again(bench: Bench) -> None:
+    await bench.maintain("drain", reason="new fan")
+    answer = await bench.maintain("drain", again=True)
+    assert (answer["changed"], answer["cordon"]["reason"]) == (False, "new fan")
+    await bench.maintain("uncordon")
+    assert "was uncordoned by another request: it is no longer drained" in await bench.refused("drain", again=True)
+    assert bench.maintenance.cordons == {}
+
+
 async def test_processes_without_an_allocation_block_a_drain() -> None:
     bench = await Bench.made(2)
     unattributed = [
