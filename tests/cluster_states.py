@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import choose
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Shares, pod_request
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
 from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import Constraints, ContainerKind, ReplicaRequest

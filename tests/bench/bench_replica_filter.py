@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
-from gpumgr.cluster.core.shape import Rejection
 from tests.bench import figures
 from tests.bench.figures import spread
 from tests.cluster_states import hami, node_state, share, with_replicas

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import NodeChoice
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.placement.requests import UNCONSTRAINED
 from tests.cluster_states import constrained, hami, node_state, request, share, together, with_mig, with_replicas
 

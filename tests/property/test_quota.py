@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import NodeChoice
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex, placed_pod
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import AskingPod, PlacedPod, PodRequest
-from gpumgr.cluster.core.shape import Rejection
 from tests.cluster_states import expect, node_state, request, share
 
 

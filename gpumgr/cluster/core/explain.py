@@ -8,9 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from gpumgr.cluster.core.choose import Misfit
 
 MAX_CHARACTERS: Final = 300
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """No offered node fits. `text`: the reasons."""
+
+    text: str
 
 
 @dataclass

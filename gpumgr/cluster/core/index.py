@@ -12,6 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.node import NodeState, Used, plus_taken
 from gpumgr.cluster.core.profiles import Profiles
 from gpumgr.cluster.core.quota import Quotas
@@ -26,7 +27,6 @@ from gpumgr.cluster.core.request import (
     Shares,
     taken_by,
 )
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
 #: Each set of nodes takes 700 bytes at 5,000 nodes.
@@ -69,8 +69,8 @@ class ClusterIndex:
         #: What `compacting` has made so far.
         self._renumbered: Profiles | None = None
         self._node_sets: dict[Hashable, int] = {}
-        #: For Question: what was asked -> (the state in which it was rejected, the rejection).
-        self.rejections: dict[Hashable, tuple[Hashable, Rejection]] = {}
+        #: For Question: what was asked since the last change -> the rejection.
+        self.rejections: dict[Hashable, Rejection] = {}
         #: Changed nodes that `_profiles` does not have yet.
         self._stale: dict[str, None] = {}
         #: Grows with each change of nodes or of pods with GPUs. The CPU of other pods does not count, because it never decides whether a
@@ -283,6 +283,7 @@ class ClusterIndex:
 
     def _note(self, name: str) -> None:
         self.version += 1
+        self.rejections.clear()
         self._versions.pop(name, None)
         self._versions[name] = self.version
         self.changed.add(name)

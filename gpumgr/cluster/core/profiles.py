@@ -7,11 +7,10 @@ an integer: bit n is the node with slot n.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
-from heapq import merge
-from itertools import compress
+from itertools import compress, count
 from operator import attrgetter, or_
 from typing import Final, NamedTuple
 
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit
 from gpumgr.cluster.core.node import CountedGpu, GpuState, Naming, NodeState, Used
+from gpumgr.cluster.core.request import NOTHING
 from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, Amounts
 from gpumgr.placement.devices import Topology
 
@@ -36,7 +36,7 @@ _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-#: Only the first nodes of a set are found bit by bit, because all are found faster from the integer's binary digits.
+#: So few nodes of a set are found bit by bit; more are found faster from the integer's binary digits.
 _ONE_BY_ONE: Final = 16
 
 #: Compares nodes for one request: the lowest is the best; names decide between equal ranks.
@@ -45,7 +45,7 @@ Rank = tuple[int, ...]
 
 class FreeCores(NamedTuple):
     """Sums over a node's offered GPUs. `usable`: free cores for which the same GPU has enough free memory. `tight`: how well a pod fills
-    the GPUs that it shares, in cores; more is better (see `_tight_cores` in `shape`)."""
+    the GPUs that it shares, in cores; more is better (see `tight_cores`)."""
 
     free: int
     usable: int
@@ -53,7 +53,8 @@ class FreeCores(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; only for a policy that counts stranded cores."""
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; only for a policy that counts stranded cores,
+    which then precede `rank`."""
 
     rank: Rank
     taken: FreeCores | None = None
@@ -69,13 +70,13 @@ class Profile:
         self.state, self.used, self.rooms = state, used, rooms
         self.idle = idle or self
         self.nodes = 0
-        self.cores: FreeCores = free_cores(state, used)
+        self.cores = free_cores(state, used)
         self.idle_gpus = idle_gpus(state, used)
-        self.choices: dict[int, Ranked | Misfit] = {}
+        self.choices: dict[Hashable, Ranked | Misfit] = {}
         gpus = zip(state.gpus, used, strict=True)
         self.memory_free = sum(max(0, gpu.memory_mebibytes - held.memory_mebibytes) for gpu, held in gpus if gpu.offered)
 
-    def keep(self, key: int, choice: Ranked | Misfit) -> None:
+    def keep(self, key: Hashable, choice: Ranked | Misfit) -> None:
         if len(self.choices) >= (_KEPT_BY_IDLE if self.idle is self else _KEPT_CHOICES):
             del self.choices[next(iter(self.choices))]
         self.choices[key] = choice
@@ -96,6 +97,12 @@ class Room:
         self.offered = gpu.offered
         self.usable = usable_cores(gpu, self.cores_free, self.memory_free)
         self.key = self.cores_free, self.memory_free
+
+    def taken_by(self, wanted: Amounts) -> FreeCores:
+        """What a share takes of the GPU's free cores."""
+        cores, memory = self.cores_free - wanted.cores, self.memory_free - wanted.memory_mebibytes
+        tight = tight_cores(wanted.cores, cores, entirely_free=self.used == NOTHING)
+        return FreeCores(wanted.cores, self.usable - usable_cores(self.gpu, cores, memory), tight)
 
 
 def _key(room: Room) -> tuple[int, int]:
@@ -129,6 +136,11 @@ def usable_cores(gpu: GpuState, cores_free: int, memory_free: int) -> int:
 
 def idle_gpus(node: NodeState, used: Used) -> int:
     return sum(not (held.cores or held.memory_mebibytes) and gpu.offered for gpu, held in zip(node.gpus, used, strict=True))
+
+
+def tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
+    """How well a share fills its GPU, in cores: more with less left, and on a GPU in use."""
+    return -left if entirely_free else taken - left
 
 
 _KindKey = tuple[Topology, Naming, tuple[GpuState, ...]]
@@ -168,8 +180,6 @@ class Profiles:
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._by_slot: list[Place | None] = []
-        #: The first slots that are in the order of names: their number and last name.
-        self._in_order, self._last_in_order = 0, ""
         #: Number of idle GPUs -> nodes that have so many; GPUs as limits distinguish them -> nodes that have these.
         self.by_idle_gpus, self.by_counted = defaultdict[int, int](int), defaultdict[frozenset[CountedGpu], int](int)
         self.rooms: list[Room] = []
@@ -206,30 +216,13 @@ class Profiles:
         return int(bits, 2)
 
     def places_of(self, nodes: int) -> Iterator[Place]:
-        return filter(None, compress(self._by_slot, _binary(nodes)))
+        return filter(None, map(self._by_slot.__getitem__, _slots(nodes)))
+
+    def in_order(self, nodes: int) -> list[Place]:
+        return sorted(self.places_of(nodes), key=_name)
 
     def names_of(self, nodes: int) -> list[str]:
-        return list(compress(self._names, _binary(nodes)))
-
-    def in_order(self, nodes: int) -> Iterator[Place]:
-        """The nodes in the order of their names. The first ones are found without examining the others. All must be known."""
-        later = nodes >> self._in_order
-        if not later:
-            return self._in_slots(nodes)
-        return merge(
-            self._in_slots(nodes ^ later << self._in_order), sorted(self.places_of(later << self._in_order), key=_name), key=_name
-        )
-
-    def _in_slots(self, nodes: int) -> Iterator[Place]:
-        for _ in range(_ONE_BY_ONE):
-            if not nodes:
-                return
-            first = nodes & -nodes
-            place = self._by_slot[first.bit_length() - 1]
-            assert place is not None, "it is on record"
-            yield place
-            nodes ^= first
-        yield from self.places_of(nodes)
+        return list(map(self._names.__getitem__, _slots(nodes)))
 
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
         """Adds the node, or moves it to the groups of its new state."""
@@ -259,8 +252,6 @@ class Profiles:
         slot = self._slots[name] = len(self._names)
         self._names.append(name)
         self._by_slot.append(None)
-        if slot == self._in_order and name > self._last_in_order:
-            self._in_order, self._last_in_order = slot + 1, name
         return slot
 
     def remove(self, name: str) -> None:
@@ -335,8 +326,14 @@ class Profiles:
 _name = attrgetter("name")
 
 
-def _binary(nodes: int) -> bytes:
-    return bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS)
+def _slots(nodes: int) -> Iterable[int]:
+    if nodes.bit_count() > _ONE_BY_ONE:
+        return compress(count(), bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS))
+    found: list[int] = []
+    while nodes:
+        found.append(nodes.bit_length() - 1)
+        nodes ^= 1 << found[-1]
+    return reversed(found)
 
 
 def _groups(profile: Profile) -> Iterator[Profile | Room]:

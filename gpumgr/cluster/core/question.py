@@ -1,6 +1,6 @@
 """A question to the index: which nodes fit a request, which are the best, and why none fits."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import bounded, explain
+from gpumgr.cluster.core.explain import Rejection, bounded, explain
 from gpumgr.cluster.core.index import ClusterIndex, Names
 from gpumgr.cluster.core.node import covers
 from gpumgr.cluster.core.profiles import Rank
 from gpumgr.cluster.core.quota import types_of
-from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
-from gpumgr.cluster.core.shape import Found, Rejection, Shape
+from gpumgr.cluster.core.request import NOTHING, GpuType, PodRequest, Policy
+from gpumgr.cluster.core.shape import Found, Shape
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED
 
@@ -69,7 +69,7 @@ class Question:
         if self._keep:
             if len(kept) >= _MAX_REJECTIONS:
                 kept.clear()
-            kept[self._key] = self._state(nodes), rejection
+            kept[self._asked(nodes)] = rejection
         return rejection
 
     def best(self, names: Names, most: int = 1) -> list[tuple[Rank, str, NodeChoice]]:
@@ -103,18 +103,12 @@ class Question:
 
     # -- inside ------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _key(self) -> Hashable:
-        return self._namespace, self.request.gpu_digest, self.policy
-
-    def _state(self, nodes: int) -> Hashable:
-        """What an answer about these nodes depends on, besides `_key`. What a namespace holds changes only with the index's version."""
+    def _asked(self, nodes: int) -> Hashable:
         limits = self._index.quotas.limits.get(self._namespace) if self._namespace is not None else None
-        return self._index.version, self._index.numbering, limits, nodes
+        return self._namespace, limits, self.request.gpu_digest, self.policy, nodes
 
     def _known(self, nodes: int) -> Rejection | None:
-        state, rejection = self._index.rejections.get(self._key, (None, None)) if self._keep else (None, None)
-        return rejection if state == self._state(nodes) else None
+        return self._index.rejections.get(self._asked(nodes)) if self._keep else None
 
     def _parts(self, nodes: int) -> list[tuple[Shape, int]]:
         denials = self.denials(nodes)
@@ -178,31 +172,21 @@ class Question:
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, except where another GPU has at least as much of
-    both."""
+    """The most that one node has: idle GPUs, and cores and memory on single GPUs."""
 
     idle_gpus: int
-    free: tuple[Amounts, ...]
+    free: Amounts
 
     @classmethod
     def on(cls, index: ClusterIndex, nodes: int) -> "Largest":
         profiles = index.profiles
         rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
         idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
-        return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
+        return cls(idle_gpus, reduce(Amounts.most, (Amounts(room.cores_free, room.memory_free) for room in rooms), NOTHING))
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container, without the others, fits on some node; True for HAMi's resources, which are not examined."""
+        """Whether each container, without the others, may fit on some node; True for HAMi's resources, which are not examined."""
         return all(
-            each.replica is not None
-            or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
+            each.replica is not None or (each.gpus <= self.idle_gpus if each.whole else covers(self.free, each.share))
             for each in request.containers
         )
-
-
-def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
-    best: list[Amounts] = []
-    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
-        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
-            best.append(each)
-    return tuple(best)

@@ -12,10 +12,9 @@ import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import memory_text
+from gpumgr.cluster.core.explain import Rejection, memory_text
 from gpumgr.cluster.core.node import CountedGpu, GpuKind, NodeState, Used
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PlacedPod, PodRequest, PodUse, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 
 

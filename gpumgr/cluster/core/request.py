@@ -115,16 +115,17 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
         """For each container with replicas: it and the containers on the same GPUs."""
         return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
 
-    @property
+    @cached_property
     def in_total(self) -> Amounts:
         """What kube-scheduler subtracts from a node's sums. For cores and memory separately: the sum of apps and sidecars or, if larger,
         the largest init container with the sidecars before it."""
-        return _in_total((each, Amounts(each.cores, each.memory_mebibytes)) for each in self.containers)
-
-    def least_in_total(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-        """A lower bound of what the pod takes from GPUs with this memory, however containers reuse ids of init containers."""
-        on = ((each, each.on(gpu_mebibytes, scaling)) for each in self.containers)
-        return _in_total((each, Amounts(each.gpus * of.cores, each.gpus * of.memory_mebibytes)) for each, of in on)
+        running = largest = NOTHING
+        for each in self.containers:
+            if each.kind == "init":
+                largest = largest.most(running + each.share)
+            else:
+                running = running + each.share
+        return largest.most(running)
 
 
 NO_REQUEST: Final = PodRequest()
@@ -243,13 +244,3 @@ def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerReques
             same.append(each)
             replicas -= 0 if each.kind == "init" else each.gpus
     return same
-
-
-def _in_total(containers: Iterable[tuple[ContainerRequest, Amounts]]) -> Amounts:
-    running = largest = NOTHING
-    for container, amounts in containers:
-        if container.kind == "init":
-            largest = largest.most(running + amounts)
-        else:
-            running = running + amounts
-    return largest.most(running)

@@ -1,44 +1,31 @@
-"""Compares one request with the nodes: the fitting nodes in order, or the reasons why no node fits.
+"""Searches the nodes for one request: the fitting nodes in order, or the reasons why no node fits.
 
 docs/scheduler.md describes the policies. Among nodes that are equal for a policy, the one with better connected GPUs is first. With one
 policy for nodes and another for the GPUs of a node, nodes are compared as in HAMi's scheduler: by the used part of all their GPUs.
 
-A share of one GPU is ranked by its room (equal GPUs with equal use), without a choice of GPUs. For other requests the ranks of profiles
+A share of one GPU is searched by rooms (equal GPUs with equal use), without a choice of GPUs. For other requests the ranks of profiles
 (nodes that differ only by name) are kept. Groups of nodes are compared by the lowest possible rank of a node in the group, so only nodes
 that may be among the best are examined.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from functools import lru_cache, reduce
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from heapq import nlargest, nsmallest
-from itertools import count, groupby, islice
+from itertools import groupby
 from operator import itemgetter, or_
-from typing import Final, NamedTuple
+from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose, lack_of
 from gpumgr.cluster.core.node import GpuState, NodeState, Used, plus_taken
-from gpumgr.cluster.core.profiles import (
-    FreeCores,
-    Place,
-    Profile,
-    Profiles,
-    Rank,
-    Ranked,
-    Room,
-    idle_gpus,
-    taken_cores,
-    usable_cores,
-)
+from gpumgr.cluster.core.profiles import FreeCores, Profile, Profiles, Rank, Ranked, Room, idle_gpus, taken_cores, tight_cores
 from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodRequest, Policy
-from gpumgr.common.units import CORES_PER_GPU, Amounts
-from gpumgr.placement.requests import UNCONSTRAINED, Constraints
+from gpumgr.common.units import CORES_PER_GPU
+from gpumgr.placement.requests import UNCONSTRAINED
 
-_numbers: Final = count()
 #: A pod is compared on at most _MOST_CHOICES / (number of its containers) fitting profiles, or on _FEWEST_PROFILES if that is more. A
 #: rejection has the reasons of as many profiles.
 _MOST_CHOICES: Final = 1024
@@ -47,12 +34,6 @@ _FEWEST_PROFILES: Final = 32
 _LAST: Final = 1 << 60
 #: (rank, node, room of a share there); room None: the GPUs must be chosen first.
 Found = tuple[Rank, str, Room | None]
-
-
-class Rejection(msgspec.Struct, frozen=True):
-    """No offered node fits. `text`: the reasons."""
-
-    text: str
 
 
 class _Best:
@@ -74,13 +55,71 @@ class _Best:
             self._worst = self.found[-1][0]
 
 
-class _OnState(NamedTuple):
-    """A request on nodes with this state. `number` identifies request, policy and allowed GPUs, which decide the choice together with
-    the GPUs' use. `least`: what the pod takes at least. `state` is kept so that no other state gets its id()."""
+class Ranking:
+    """Compares the nodes. `cpu_per_core`: what an average pod requests for one core of a GPU, in thousandths of a CPU."""
 
-    state: NodeState
-    number: int
-    least: Amounts
+    def __init__(self, request: PodRequest, policy: Policy, cpu_per_core: int) -> None:
+        self._request, self._policy, self._cpu_per_core = request, policy, cpu_per_core
+        self._by_cpu = policy == "least-fragmentation" and request.node_policy is None
+
+    def of(self, node: NodeState, used: Used, choice: NodeChoice) -> Ranked:
+        after, request = plus_taken(used, choice.taken), self._request
+        if request.node_policy is not None:
+            return Ranked(_by_use(node, after, request.node_policy, choice.score))
+        sharing = zip(request.containers, choice.shares, strict=True)
+        shared = {gpu for container, shares in sharing if not container.whole for gpu, _ in shares}
+        cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
+        memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
+        free = idle_gpus(node, after)
+        whole = any(container.whole for container in request.containers)
+        rank = _by_policy(self._policy, (free, cores, memory) if whole else (cores, memory, free), choice.score)
+        if not self._by_cpu:
+            return Ranked(rank)
+        tight = sum(
+            tight_cores(after[gpu].cores - used[gpu].cores, CORES_PER_GPU - after[gpu].cores, entirely_free=used[gpu] == NOTHING)
+            for gpu in shared
+        )
+        return Ranked(rank, taken_cores(node, used, after, choice.taken)._replace(tight=tight))
+
+    def of_share(self, cores: int, memory_mebibytes: int, idle: int, taken: FreeCores) -> Ranked:
+        """`cores`, `memory_mebibytes`: what the share leaves on its GPU. `idle`: the number of idle GPUs that it leaves on the node."""
+        rank = _by_policy(self._policy, (cores, memory_mebibytes, idle))
+        return Ranked(rank, taken if self._by_cpu else None)
+
+    def exact(self, ranked: Ranked, before: FreeCores, cpu_free: int | None) -> Rank:
+        """The rank of one node. `before`: its free cores. `cpu_free`: its free CPU in thousandths; None: not known."""
+        rank, taken = ranked
+        return rank if taken is None else (self._stranded(before, taken, cpu_free), *rank)
+
+    def least(self, ranked: Ranked, *, short_of_cpu: bool) -> Rank:
+        """The lowest rank of nodes with less free CPU than their usable cores need (`short_of_cpu`), or of all others."""
+        rank, taken = ranked
+        if taken is None:
+            return rank
+        well_used = self._request.cpu_milli if short_of_cpu else taken.usable * self._cpu_per_core
+        return well_used - (taken.free + taken.tight) * self._cpu_per_core, *rank
+
+    def _stranded(self, before: FreeCores, taken: FreeCores, cpu_free: int | None) -> int:
+        """The cores that the pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, less `taken.tight`;
+        times `cpu_per_core`, so it is an integer."""
+        cpu_milli, per_core = self._request.cpu_milli, self._cpu_per_core
+        free, usable = before.free * per_core, before.usable * per_core
+        free_after, usable_after = free - taken.free * per_core, usable - taken.usable * per_core
+        if cpu_free is not None:
+            if cpu_milli > cpu_free:
+                return _LAST
+            usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
+        return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * per_core
+
+    def least_in_rooms(self, cores_free: int, share: ContainerRequest) -> Rank:
+        """The first part of a rank: a lower bound for GPUs with at least so many free cores (spread: at most)."""
+        most = CORES_PER_GPU if share.replica is not None else share.cores
+        least = 1 if share.replica is not None else share.cores
+        if self._by_cpu:
+            return ((cores_free - 3 * most) * self._cpu_per_core,)
+        if self._policy == "spread":
+            return (least - cores_free,)
+        return _by_policy(self._policy, (cores_free - most,))[: 2 if self._policy == "topology" else 1]
 
 
 class Shape:
@@ -90,15 +129,16 @@ class Shape:
         """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
         self.request, self.policy = request, policy
         self._own: dict[Profile, Ranked | Misfit] | None = None if keep else {}
-        self._profiles, self._cpu_per_core = profiles, profiles.cpu_per_core
+        self._profiles, self._ranking = profiles, Ranking(request, policy, profiles.cpu_per_core)
         self._gpu_request = request.without_cpu
-        self._by_cpu = policy == "least-fragmentation" and request.node_policy is None
+        self._key = request.gpu_digest, request.denied, policy
         self._alike = request.node_policy is None
         containers = request.containers
         self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
         self._whole = self._alike and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
         #: What a node needs: this many idle GPUs, and for each (cores, memory blocks) of `_largest` one GPU with so much free.
+        self._has_replicas = any(each.replica is not None for each in containers)
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
@@ -108,8 +148,6 @@ class Shape:
         self._restricted = of_each or bool(request.denied)
         #: (UUID, type, has MIG devices) -> whether the GPU is allowed.
         self._allowed: dict[tuple[str, GpuType, bool], bool] = {}
-        #: By id() of a profile's state, which equal nodes share.
-        self._states: dict[int, _OnState] = {}
 
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
@@ -137,8 +175,8 @@ class Shape:
 
     def rank_on(self, name: str, choice: NodeChoice) -> Rank:
         place = self._profiles.places[name]
-        found = self._ranked(place.state, place.profile.used, choice)
-        return found.rank if found.taken is None else (self._stranded(place, found.taken), *found.rank)
+        ranked = self._ranking.of(place.state, place.profile.used, choice)
+        return self._ranking.exact(ranked, place.profile.cores, place.cpu_free)
 
     def examine(self, offered: int, most: int | None, *, reasons: bool) -> Iterator[None]:
         """Computes what `fitting` needs, one choice per step. With `reasons` also what `misfits` needs; without `reasons` only whether a
@@ -161,17 +199,17 @@ class Shape:
             # Chosen GPUs and users' texts can need much memory (64 containers), so they are not kept. The GPUs are chosen again on the
             # best node.
             if isinstance(choice, NodeChoice):
-                found = self._ranked(profile.state, profile.used, choice)
+                found = self._ranking.of(profile.state, profile.used, choice)
             else:
                 found = replace(choice, constraints=UNCONSTRAINED)
             if self._own is None:
-                profile.keep(self._on_state(profile.state).number, found)
+                profile.keep(self._key, found)
             else:
                 self._own[profile] = found
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
-        least = self._on_state(profile.state).least
+        least = NOTHING if self._has_replicas else self.request.in_total
         if (
             profile.idle_gpus < self._whole_gpus
             or profile.cores.free < least.cores
@@ -203,23 +241,7 @@ class Shape:
                 return
 
     def _kept(self, profile: Profile) -> Ranked | Misfit | None:
-        if self._own is not None:
-            return self._own.get(profile)
-        known = self._states.get(id(profile.state)) or self._on_state(profile.state)
-        return profile.choices.get(known.number)
-
-    def _on_state(self, state: NodeState) -> _OnState:
-        if (known := self._states.get(id(state))) is not None:
-            return known
-        constraints, gpus = self.request.constraints, state.gpus
-        allowed = self._restricted and tuple(self._is_allowed(gpu) for gpu in gpus)
-        decisive = Constraints(same_numa_node=constraints.same_numa_node, unused=constraints.unused)
-        plain = replace(self._gpu_request, constraints=decisive, denied=frozenset())
-        number = _number_of((plain, allowed, self.policy))
-        kinds = {(gpu.memory_mebibytes, gpu.scaling) for gpu in gpus}
-        sums = [NOTHING] if any(gpu.mig for gpu in gpus) else [self.request.least_in_total(*kind) for kind in kinds]
-        least = Amounts(min(each.cores for each in sums), min(each.memory_mebibytes for each in sums)) if sums else NOTHING
-        return self._states.setdefault(id(state), _OnState(state, number, least))
+        return profile.choices.get(self._key) if self._own is None else self._own.get(profile)
 
     @property
     def _apart(self) -> int:
@@ -247,13 +269,9 @@ class Shape:
 
     def _with_least(self, ranked: Ranked, nodes: int) -> list[tuple[Rank, int]]:
         """Splits nodes with the same `ranked` into sets with the lowest rank that a node of the set can have."""
-        rank, taken = ranked
-        if taken is None:
-            return [(rank, nodes)] if nodes else []
         short = nodes & self._profiles.short_of_cpu
         parts = ((False, nodes & ~short), (True, short))
-        cpu = self.request.cpu_milli, self._cpu_per_core
-        return [((least_stranded(taken, *cpu, short_of_cpu=is_short), *rank), part) for is_short, part in parts if part]
+        return [(self._ranking.least(ranked, short_of_cpu=is_short), part) for is_short, part in parts if part]
 
     # -- rooms of a share --------------------------------------------------------------------------------------------------
 
@@ -268,7 +286,7 @@ class Shape:
             fits = [room for room in alike if room.nodes & left and self._fits(room, share)]
             if not fits:
                 continue
-            if not best.may_take(self._least_of_cores(fits[0].cores_free, share)):
+            if not best.may_take(self._ranking.least_in_rooms(fits[0].cores_free, share)):
                 return
             twice = seen = 0
             for room in fits:
@@ -281,42 +299,24 @@ class Shape:
 
     def _in_room(self, room: Room, share: ContainerRequest, left: int, best: _Best) -> None:
         wanted = share.on(room.gpu.memory_mebibytes, room.gpu.scaling)
-        cores, memory = room.cores_free - wanted.cores, room.memory_free - wanted.memory_mebibytes
-        usable = room.usable - usable_cores(room.gpu, cores, memory)
-        taken = FreeCores(wanted.cores, usable, _tight_cores(wanted.cores, cores, entirely_free=room.used == NOTHING))
+        cores, memory, taken = room.cores_free - wanted.cores, room.memory_free - wanted.memory_mebibytes, room.taken_by(wanted)
         for idle, there in sorted(self._profiles.by_idle_gpus.items(), reverse=self.policy == "spread"):
-            rank = _by_policy(self.policy, (cores, memory, idle - room.idle))
-            ranked = Ranked(rank, taken if self._by_cpu else None)
+            ranked = self._ranking.of_share(cores, memory, idle - room.idle, taken)
             for least, nodes in self._with_least(ranked, room.nodes & there & left):
                 if best.may_take(least):
                     self._add(nodes, room, least, ranked, best)
 
     def _add(self, nodes: int, room: Room | None, least: Rank, ranked: Ranked, best: _Best) -> None:
         """Adds nodes with ranks that differ at most in what the pod strands. `least`: a lower bound of their ranks."""
-        rank, taken = ranked
-        places = self._profiles.places_of(nodes) if best.most is None else self._profiles.in_order(nodes)
-        if taken is None:
-            best.add((rank, place.name, room) for place in islice(places, best.most))
-            return
         found: list[Found] = []
         left = best.most
-        for place in places:
-            found.append(((self._stranded(place, taken), *rank), place.name, room))
+        for place in self._profiles.in_order(nodes):
+            found.append((self._ranking.exact(ranked, place.profile.cores, place.cpu_free), place.name, room))
             if left is not None and found[-1][0] == least:
                 left -= 1
                 if not left:  # the other nodes have no lower rank, and later names
                     break
         best.add(found)
-
-    def _least_of_cores(self, cores_free: int, share: ContainerRequest) -> Rank:
-        """The first part of a rank: a lower bound for rooms with at least so many free cores (spread: at most)."""
-        most = CORES_PER_GPU if share.replica is not None else share.cores
-        least = 1 if share.replica is not None else share.cores
-        if self._by_cpu:
-            return ((cores_free - 3 * most) * self._cpu_per_core,)
-        if self.policy == "spread":
-            return (least - cores_free,)
-        return _by_policy(self.policy, (cores_free - most,))[: 2 if self.policy == "topology" else 1]
 
     def _fits(self, room: Room, share: ContainerRequest) -> bool:
         if not (self._is_allowed(room.gpu) and room.offered) or (self.request.constraints.unused and room.used != NOTHING):
@@ -377,50 +377,24 @@ class Shape:
             yield nodes.bit_count(), self._first_name(nodes), None
 
     def _first_name(self, nodes: int) -> str:
-        return next(self._profiles.in_order(nodes)).name
-
-    # -- ranks -------------------------------------------------------------------------------------------------------------
-
-    def _ranked(self, node: NodeState, used: Used, choice: NodeChoice) -> Ranked:
-        after = plus_taken(used, choice.taken)
-        if self.request.node_policy is not None:
-            return Ranked(_by_use(node, after, self.request.node_policy, choice.score))
-        sharing = zip(self.request.containers, choice.shares, strict=True)
-        shared = {gpu for container, shares in sharing if not container.whole for gpu, _ in shares}
-        cores = sum(CORES_PER_GPU - after[gpu].cores for gpu in shared)
-        memory = sum(node.gpus[gpu].memory_mebibytes - after[gpu].memory_mebibytes for gpu in shared)
-        free = idle_gpus(node, after)
-        whole = any(container.whole for container in self.request.containers)
-        rank = _by_policy(self.policy, (free, cores, memory) if whole else (cores, memory, free), choice.score)
-        if self.policy != "least-fragmentation":
-            return Ranked(rank)
-        tight = sum(
-            _tight_cores(after[gpu].cores - used[gpu].cores, CORES_PER_GPU - after[gpu].cores, entirely_free=used[gpu] == NOTHING)
-            for gpu in shared
-        )
-        return Ranked(rank, taken_cores(node, used, after, choice.taken)._replace(tight=tight))
-
-    def _stranded(self, place: Place, taken: FreeCores) -> int:
-        return stranded(place.profile.cores, taken, place.cpu_free, self.request.cpu_milli, self._cpu_per_core)
+        return min(self._profiles.names_of(nodes))
 
 
-def stranded(before: FreeCores, taken: FreeCores, cpu_free: int | None, cpu_milli: int, cpu_per_core: int) -> int:
-    """The cores that a pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, less `taken.tight`; times
-    `cpu_per_core`, so it is an integer. In thousandths of a CPU: `cpu_free` (None: not known), `cpu_milli` (the pod's request),
-    `cpu_per_core` (what an average pod requests for one core of a GPU)."""
-    free, usable = before.free * cpu_per_core, before.usable * cpu_per_core
-    free_after, usable_after = free - taken.free * cpu_per_core, usable - taken.usable * cpu_per_core
-    if cpu_free is not None:
-        if cpu_milli > cpu_free:
-            return _LAST
-        usable, usable_after = min(usable, cpu_free), min(usable_after, cpu_free - cpu_milli)
-    return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * cpu_per_core
+def _is_share(container: ContainerRequest) -> bool:
+    return container.gpus == 1 and not container.whole
 
 
-def least_stranded(taken: FreeCores, cpu_milli: int, cpu_per_core: int, *, short_of_cpu: bool) -> int:
-    """The lowest value of `stranded` on nodes with less free CPU than their usable cores need (`short_of_cpu`), or on all others."""
-    well_used = cpu_milli if short_of_cpu else taken.usable * cpu_per_core
-    return well_used - (taken.free + taken.tight) * cpu_per_core
+def _key(room: Room) -> tuple[int, int]:
+    return room.key
+
+
+def _tier(room: Room) -> tuple[int, int]:
+    """A share in vcuda resources takes the node's first GPU of a tier."""
+    return room.cores_free, room.blocks_free
+
+
+_least = itemgetter(0)
+_rank_and_name = itemgetter(0, 1)
 
 
 def _by_policy(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
@@ -441,31 +415,3 @@ def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
         in_use += 10**6 * sum(getattr(held, kind) for held in after) // capacity if capacity else 0
     order = in_use if policy == "spread" else -in_use
     return (-score, order) if policy == "topology" else (order, -score)
-
-
-def _tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """How well a share fills its GPU, in cores: more with less left, and on a GPU in use."""
-    return -left if entirely_free else taken - left
-
-
-@lru_cache(maxsize=4096)
-def _number_of(_key: Hashable) -> int:
-    """Numbers are compared faster than keys. A key that the cache has dropped gets a new number."""
-    return next(_numbers)
-
-
-def _is_share(container: ContainerRequest) -> bool:
-    return container.gpus == 1 and not container.whole
-
-
-def _key(room: Room) -> tuple[int, int]:
-    return room.key
-
-
-def _tier(room: Room) -> tuple[int, int]:
-    """A share in vcuda resources takes the node's first GPU of a tier."""
-    return room.cores_free, room.blocks_free
-
-
-_least = itemgetter(0)
-_rank_and_name = itemgetter(0, 1)

@@ -12,10 +12,10 @@ from typing import Final
 import msgspec
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import used_on
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
 _MAX_EXACT: Final = 6

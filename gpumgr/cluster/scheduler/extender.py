@@ -14,11 +14,10 @@ import msgspec
 import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
-from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.explain import Rejection, explain
 from gpumgr.cluster.core.index import placed_pod
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.binding import (
     WRITE_SECONDS,
     BindingError,

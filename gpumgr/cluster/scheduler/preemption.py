@@ -15,11 +15,11 @@ from typing import Final
 import structlog
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import placed_pod
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.quota import added_holdings
 from gpumgr.cluster.core.request import PlacedPod
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Cost, Eviction, Preemptor, find_eviction
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches

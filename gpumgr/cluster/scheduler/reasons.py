@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from gpumgr.cluster.core.choose import Misfit
-from gpumgr.cluster.core.explain import explain, memory_text
+from gpumgr.cluster.core.explain import Rejection, explain, memory_text
 from gpumgr.cluster.core.node import covers
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import ContainerRequest, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.api import Kind, NodeGroup, Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.objects import WatchedPod

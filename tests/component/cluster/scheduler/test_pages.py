@@ -5,13 +5,13 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpumgr.cluster.core import request
+from gpumgr.cluster.core.request import PodRequest
 from gpumgr.cluster.scheduler.api import Waiting
 from gpumgr.cluster.scheduler.node_rows import NodeRows
 from gpumgr.cluster.scheduler.pages import application_of
@@ -330,13 +330,15 @@ async def test_the_sum_of_a_request_is_computed_once_and_not_for_each_node(
     """A pod may have 64 containers, a cluster 5,000 nodes."""
     computed = 0
 
-    def counted(containers: Any) -> Amounts:
+    def counted(request: PodRequest) -> Amounts:
         nonlocal computed
         computed += 1
-        return in_total(containers)
+        found: Amounts = in_total(request)
+        return found
 
-    in_total = request._in_total
-    monkeypatch.setattr(request, "_in_total", counted)
+    in_total = vars(PodRequest)["in_total"].func
+    monkeypatch.setattr(PodRequest, "in_total", counting := cached_property(counted))
+    counting.__set_name__(PodRequest, "in_total")
     await pages.waits(pod("one", ("app", 6400, 0)))
     rows = NodeRows(pages.watches)
     await rows.refresh()

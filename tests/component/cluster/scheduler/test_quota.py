@@ -161,7 +161,8 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
     if asked == "retry":
         assert (await stage.filter(item, names))["NodeNames"] == []
         stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"),), labels=frozenset([""]))}
-        shape._number_of.cache_clear()  # as after many other requests
+        for profile in stage.index.profiles.there(stage.index.profiles.all, idle=False):
+            profile.choices.clear()  # as after many other requests
         stage.clock.now += 2
     turns, choices, ended = 0, list[int](), asyncio.Event()
 

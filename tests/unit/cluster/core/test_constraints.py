@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
+from gpumgr.cluster.core.explain import MAX_CHARACTERS, Rejection, explain
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
 from gpumgr.placement.requests import Constraints

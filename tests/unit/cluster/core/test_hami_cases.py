@@ -26,11 +26,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import constraints_of

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from gpumgr.cluster.core import index as index_module
 from gpumgr.cluster.core import shape
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.explain import Rejection, explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, covers
-from gpumgr.cluster.core.profiles import FreeCores
+from gpumgr.cluster.core.profiles import FreeCores, Ranked
 from gpumgr.cluster.core.question import Largest, Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy, Shares
-from gpumgr.cluster.core.shape import Rejection, Shape, least_stranded, stranded
+from gpumgr.cluster.core.shape import Ranking, Shape
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind
@@ -439,8 +439,8 @@ def test_no_rank_is_below_the_one_with_which_nodes_are_left_out(
     pod = FreeCores(min(taken[0], before.free), min(taken[1], usable), taken[2])
     if before.free - pod.free >= usable - pod.usable:  # as on any node
         short = cpu_free is not None and cpu_free < usable * 80
-        found = stranded(before, pod, cpu_free, cpu_milli, 80)
-        assert least_stranded(pod, cpu_milli, 80, short_of_cpu=short) <= found
+        ranking, ranked = Ranking(PodRequest(cpu_milli=cpu_milli), "least-fragmentation", 80), Ranked((), pod)
+        assert ranking.least(ranked, short_of_cpu=short) <= ranking.exact(ranked, before, cpu_free)
 
 
 @settings(max_examples=60, deadline=None)
@@ -544,22 +544,16 @@ def test_a_pod_that_fits_takes_no_less_than_is_required_in_total(data: st.DataOb
     """Otherwise nodes on which it fits would be left out."""
     kinds = st.sampled_from(get_args(ContainerKind))
     shares = st.tuples(kinds, st.sampled_from([10, 30, 60, 100, 200]), st.sampled_from([0, 8, 30]))
-    if data.draw(st.booleans()):
-        containers = data.draw(st.lists(shares.filter(lambda each: each[1] >= 100 or each[2] > 0), min_size=1, max_size=6))
-        try:
-            wanted = request(*containers)
-        except Refusal:
-            return
-    else:
-        pods = [
-            hami(data.draw(kinds), cores=data.draw(st.sampled_from([0, 30, 100])), memory=3000, core_scaling=1.5) for _ in "abc"
-        ]
-        wanted = together(*pods)
-    node = with_replicas(node_state("a", 4), 10)
+    containers = data.draw(st.lists(shares.filter(lambda each: each[1] >= 100 or each[2] > 0), min_size=1, max_size=6))
+    try:
+        wanted = request(*containers)
+    except Refusal:
+        return
+    node = node_state("a", 4)
     choice = choose(node, (Amounts(),) * 4, wanted, data.draw(st.sampled_from(POLICIES)))
     if isinstance(choice, NodeChoice):
         taken = sum(choice.taken.values(), Amounts())
-        assert covers(taken, wanted.least_in_total(node.gpus[0].memory_mebibytes, node.gpus[0].scaling))
+        assert covers(taken, wanted.in_total)
 
 
 def choose_share(node: NodeState, cores: int) -> NodeChoice:

@@ -7,12 +7,11 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core import choose as choose_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
-from gpumgr.cluster.core.explain import explain
+from gpumgr.cluster.core.explain import Rejection, explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares, used_on
 from gpumgr.cluster.core.node import NodeState, Used, summarize
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import NOTHING, PlacedPod, PodRequest
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Eviction
 from gpumgr.common.units import Amounts
 from tests.cluster_states import constrained, evict, expect, hami, node_state, request, share, together, with_mig, with_replicas

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core import question, shape
 from gpumgr.cluster.core.choose import NodeChoice, choose
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import Naming, NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import ContainerKind
 from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, node_state, request, share

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
+from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import used_on
 from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
-from gpumgr.cluster.core.shape import Rejection
 from gpumgr.cluster.core.victims import Evictable, Eviction, Preemptor, fewest, find_eviction
 from gpumgr.common.units import Amounts
 from tests import cluster_states
