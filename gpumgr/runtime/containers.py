@@ -17,7 +17,7 @@ from gpumgr.common.errors import CriError
 from gpumgr.common.units import Process
 from gpumgr.ledger.node_use import Container
 from gpumgr.runtime.cgroups import Cgroups, container_id_in, own_cgroup
-from gpumgr.runtime.cri import CriClient, FirstProcess
+from gpumgr.runtime.cri import CriClient
 
 _log = structlog.get_logger(__name__)
 
@@ -30,9 +30,6 @@ CALM_PERIOD_SECONDS: Final = 10.0
 UNKNOWN_PERIOD_SECONDS: Final = 0.02
 #: A poll may begin this much too early, because calls of `tick` are not exactly a second apart.
 _EARLY_SECONDS: Final = 0.1
-
-#: The first process's pid, and the container's cgroup.
-Location = tuple[int | None, str]
 
 
 class Containers:
@@ -59,11 +56,10 @@ class Containers:
         self.unavailable: str | None = None
         self.listed = False
         self._table: dict[str, Container] = {}
-        #: Container's id -> its location; None after a failed request, which is repeated.
-        self._locations: dict[str, Location | None] = {}
-        self._processes: dict[Process, str] = {}
-        #: Container ids in cgroups that the runtime does not list: the pods' sandboxes.
-        self._unlisted: set[str] = set()
+        #: Ids of containers for which the last request of the first process failed.
+        self._failed: set[str] = set()
+        #: Id of a container that the runtime does not list (a pod's sandbox) -> one of its processes.
+        self._unlisted: dict[str, Process] = {}
 
     @property
     def due(self) -> bool:
@@ -95,20 +91,17 @@ class Containers:
     async def container_of(self, pid: int, start_time: int) -> Container | None:
         """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or is
         gone. An unknown container causes a poll; raises CriError if the runtime is unavailable then."""
-        process = (pid, start_time)
-        path = self._processes.get(process) or self._cgroups.path_of(pid)
+        process, path = (pid, start_time), self._cgroups.path_of(pid)
         if path is None or not self.runs(process):
             return None
-        self._processes[process] = path
         container, container_id = self._holding(path), container_id_in(path)
-        if container is not None or container_id is None or container_id in self._unlisted:
-            return container
-        await self._poll_for(container_id)
-        container = self._holding(path)
-        if container is None and self.unavailable is not None:
-            raise CriError(self.unavailable)
-        if container is None:
-            self._unlisted.add(container_id)
+        if container is None and container_id is not None and container_id not in self._unlisted:
+            await self._poll_for(container_id)
+            container = self._holding(path)
+            if container is None and self.unavailable is not None:
+                raise CriError(self.unavailable)
+            if container is None:
+                self._unlisted[container_id] = process
         return container
 
     def _holding(self, path: str) -> Container | None:
@@ -148,44 +141,39 @@ class Containers:
             self.unavailable, self.listed = None, True
         if self._states() != before:
             self.wake()
-        self._drop_ended()
+        self._unlisted = {name: process for name, process in self._unlisted.items() if self.runs(process)}
 
     def _states(self) -> set[tuple[str, bool]]:
         return {(container.id, container.running) for container in self._table.values()}
 
-    def _drop_ended(self) -> None:
-        self._processes = {process: place for process, place in self._processes.items() if self.runs(process)}
-        self._unlisted &= {each for path in self._processes.values() if (each := container_id_in(path)) is not None}
-
     async def _update_table(self, listed: Sequence[Container]) -> None:
-        self._locations = {each.id: self._locations[each.id] for each in listed if each.id in self._locations}
-        self._table = {each.id: self._located(each) for each in listed}
-        missing = [each for each in listed if each.running and self._locations.get(each.id) is None]
+        before = self._table
+        self._table = {each.id: _located(each, before.get(each.id)) for each in listed}
+        self._failed &= self._table.keys()
+        missing = [each for each in self._table.values() if each.running and each.cgroup is None]
         # Failed requests come last, so that one container with a broken status does not delay the others.
-        for each in sorted(missing, key=lambda each: each.id in self._locations):
+        for each in sorted(missing, key=lambda each: each.id in self._failed):
             if not await self._locate(each):
                 break
 
     async def _locate(self, container: Container) -> bool:
-        """Requests the container's location. Returns False if that failed; then other requests wait for the next poll."""
+        """Requests the container's first process. Returns False if that failed; then other requests wait for the next poll."""
         try:
             first = await self._client.init_process(container.id)
         except CriError as error:
-            if container.id not in self._locations:
+            if container.id not in self._failed:
                 _log.warning("container_not_located", container=container.id, pod="/".join(container.pod), reason=str(error))
-            self._locations[container.id] = None
+            self._failed.add(container.id)
             return False
         if first is not None:
-            self._locations[container.id] = self._location(container.id, first)
-            self._table[container.id] = self._located(container)
+            # The first process's cgroup counts if it can be read, because the spec's path is only a request (runc may choose another).
+            path = self._cgroups.path_of(first.pid) if first.pid is not None else None
+            cgroup = (own_cgroup(path, container.id) if path is not None else None) or first.cgroups_path
+            if cgroup is not None:  # else the process may be another container's
+                self._table[container.id] = replace(container, pid=first.pid, cgroup=cgroup)
         return True
 
-    def _located(self, container: Container) -> Container:
-        pid, cgroup = self._locations.get(container.id) or (None, None)
-        return replace(container, pid=pid if container.running else None, cgroup=cgroup)
 
-    def _location(self, container_id: str, first: FirstProcess) -> Location | None:
-        """The first process's cgroup counts if it can be read, because the spec's path is only a request (runc may choose another)."""
-        path = self._cgroups.path_of(first.pid) if first.pid is not None else None
-        cgroup = (own_cgroup(path, container_id) if path is not None else None) or first.cgroups_path
-        return (first.pid, cgroup) if cgroup is not None else None
+def _located(listed: Container, before: Container | None) -> Container:
+    """The container with the cgroup and, while it runs, the first process that were found before."""
+    return replace(listed, pid=before.pid if listed.running else None, cgroup=before.cgroup) if before else listed
