@@ -37,11 +37,10 @@ from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.gpu_share import GpuShare, gpu_limits
 from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import NodeSnapshot
-from gpumgr.runtime import checkpoints
 from gpumgr.runtime.cgroups import Cgroups
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.cri import CriClient
-from gpumgr.runtime.suspend_parts import Parts, memory_left
+from gpumgr.runtime.suspend_parts import Parts, memory_left, move
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import hami_core_library
 
@@ -158,7 +157,7 @@ class NodeEnforcement:
             start_times=self._processes.start_times,
             runs=self._processes.runs,
             memory_left=partial(memory_left, root, self._cgroups),
-            move=partial(checkpoints.move, library=library, proc_root=root, lock_file=lock_file),
+            move=partial(move, library=library, proc_root=root, lock_file=lock_file),
             pages=self._limiter,
             sampling_soon=sampling_soon,
         )

@@ -1,8 +1,8 @@
 """A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
 
-Arguments: name or path of libcuda, folder of proc, `suspend` or `resume`, a lock file, a lock's name, the seconds that a suspension waits
-for submitted work. Standard input has one JSON object: `processes` (pairs of pid and start time), and `required`, the pids for which the
-driver must report a state while they run.
+The argument is `suspend` or `resume`. Standard input has one JSON object: `library`, name or path of libcuda; `proc`, the folder of proc;
+`lock_file` and `lock`, a file and the name of a lock in it; `work_seconds`, how long a suspension waits for submitted work; `processes`,
+pairs of pid and start time; `required`, the pids for which the driver must report a state while they run.
 
 The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes that are locked, checkpointed or of unknown
 state; `failed`: the processes that can't go on; `error`, with `out_of_memory` if the GPU lacked memory; `untouched`: no process was
@@ -41,8 +41,8 @@ class _CudaError(Exception):
 
 
 class _Processes:
-    def __init__(self, proc: Path, request: dict[str, list[Any]], work_seconds: float) -> None:
-        self._proc, self._milliseconds = proc, round(work_seconds * 1000)
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._proc, self._milliseconds = Path(request["proc"]), round(request["work_seconds"] * 1000)
         self._started, self._required = {int(pid): int(started) for pid, started in request["processes"]}, request["required"]
 
     def load(self, library: str) -> None:
@@ -121,12 +121,13 @@ def _run(processes: _Processes, verb: str) -> dict[str, object]:
     return answer if error is None else {**answer, "error": str(error), "out_of_memory": error.code == OUT_OF_MEMORY}
 
 
-def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds: str) -> None:
-    processes = _Processes(Path(proc), json.load(sys.stdin), float(work_seconds))
-    with open(file, "ab") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX, 1, zlib.crc32(name.encode()))
+def main(verb: str) -> None:
+    request = json.load(sys.stdin)
+    processes = _Processes(request)
+    with open(request["lock_file"], "ab") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX, 1, zlib.crc32(request["lock"].encode()))
         try:
-            processes.load(library)
+            processes.load(request["library"])
         except (OSError, _CudaError) as error:
             answer = {"pids": [], "held": processes.running(), "failed": [], "error": str(error), "untouched": True}
         else:
@@ -135,4 +136,4 @@ def main(library: str, proc: str, verb: str, file: str, name: str, work_seconds:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,17 +1,28 @@
 """What suspensions need from the node: the host's memory, the limiter's pages, the program that calls the driver, metrics."""
 
+import asyncio
 import contextlib
+import json
+import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from gpumgr.agent.ports import Runs
+from gpumgr.common.aio import kill_program
+from gpumgr.common.foreign_text import UnreadableText, decode_json
 from gpumgr.ledger.ledger import AllocationId
 from gpumgr.ledger.node_use import Container
 from gpumgr.ledger.suspension import HostMemory, Moved, Suspension, Verb
 from gpumgr.runtime.cgroups import Cgroups
+
+_PROGRAM: Final = Path(__file__).with_name("cuda_checkpoint.py")
+#: How long a suspension waits for GPU work that was submitted before it.
+_WORK_SECONDS: Final = 10.0
+#: The time limit of one operation: a fixed part, and more for each GiB. An H200 moved 1.6 GiB/s or more.
+_LIMIT_SECONDS, _LIMIT_SECONDS_PER_GIB = 60.0, 10.0
 
 
 def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Container]) -> HostMemory:
@@ -48,7 +59,7 @@ class SuspendMeter(Protocol):
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. `start_times`, `memory_left` and `runs` read
-    small files: call them on a thread. `move` runs the helper process (gpumgr.runtime.checkpoints). While the block of `sampling_soon`
+    small files: call them on a thread. `move` runs the program. While the block of `sampling_soon`
     runs, the driver is sampled at least once a second."""
 
     machine: str
@@ -58,3 +69,41 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     move: Callable[[Verb, AllocationId, Suspension], Awaitable[Moved]]
     pages: Pages
     sampling_soon: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+async def move(
+    verb: Verb, allocation: AllocationId, suspension: Suspension, *, library: str, proc_root: Path, lock_file: Path
+) -> Moved:
+    """Runs the program (gpumgr.runtime.cuda_checkpoint), which moves the container's GPU memory to the host (suspend) or back (resume). If
+    it is not known what the program did, `held` has all processes. `library`: name or path of libcuda. `lock_file` is created if missing,
+    in a folder that exists while containers run."""
+    seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
+    all_of_them = [pid for pid, _ in suspension.processes]
+    request = {
+        "library": library,
+        "proc": str(proc_root),
+        "lock_file": str(lock_file),
+        "lock": allocation,
+        "work_seconds": _WORK_SECONDS,
+        "processes": suspension.processes,
+        "required": suspension.required,
+    }
+    pipe = asyncio.subprocess.PIPE
+    try:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(_PROGRAM), verb, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+    except OSError as error:
+        why = f"the program that moves its memory can't be started: {error}"
+        return Moved(held=all_of_them, error=why, untouched=True)
+    try:
+        async with asyncio.timeout(seconds):
+            said, errors = await program.communicate(json.dumps(request).encode())
+    except TimeoutError:
+        await kill_program(program)
+        return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
+    try:
+        return decode_json(said, Moved)
+    except UnreadableText:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return Moved(held=all_of_them, error=f"the program that moves its memory ended: {last or 'it was killed'}")

@@ -34,12 +34,11 @@ from gpumgr.ledger.node_use import Container
 from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.placement.devices import GpuProcess, NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.runtime import checkpoints
 from gpumgr.runtime.containers import Containers
 from gpumgr.runtime.cri import CriClient
 from gpumgr.runtime.memory_limit_watcher import TIMEOUT_SECONDS, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
-from gpumgr.runtime.suspend_parts import Parts, memory_left
+from gpumgr.runtime.suspend_parts import Parts, memory_left, move
 from gpumgr.settings.schema import EnforcementSettings, MpsSettings
 from gpumgr.web.metrics import Metrics
 from tests import mps_control
@@ -105,9 +104,7 @@ class SharedNode:
                 start_times=self.processes.start_times,
                 runs=self.processes.runs,
                 memory_left=partial(memory_left, self.places.proc, self.places.cgroups()),
-                move=partial(
-                    checkpoints.move, library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"
-                ),
+                move=partial(move, library="libcuda.so.1", proc_root=self.places.proc, lock_file=self.folder / "suspend.lock"),
                 pages=Limiter(
                     library_dir=self.folder / "lib",
                     run_dir=self.folder / "run",

@@ -12,7 +12,7 @@ import pytest
 from gpumgr.common.proc import PROC, start_time_ticks
 from gpumgr.enforcement.limiter.page_files import PageFiles
 from gpumgr.ledger.suspension import Moved, Suspension
-from gpumgr.runtime import checkpoints
+from gpumgr.runtime import suspend_parts
 from tests.component.enforcement.limiter.harness import (
     CONTEXT_BYTES,
     GPU_BYTES,
@@ -281,7 +281,7 @@ async def test_a_resume_that_lacks_memory_for_one_process_moves_the_other_out_ag
     monkeypatch.setenv("FAKE_GPU", node.environment(limited=False)["FAKE_GPU"])
     running = tuple((pid, start_time_ticks(pid) or 0) for pid in pids)
     known = Suspension(state="running", processes=running, required=tuple(pids), memory_bytes={"g": 2 * _GIB})
-    move = partial(checkpoints.move, library=str(node.programs / "libcuda.so.1"), proc_root=PROC, lock_file=tmp_path / "lock")
+    move = partial(suspend_parts.move, library=str(node.programs / "libcuda.so.1"), proc_root=PROC, lock_file=tmp_path / "lock")
 
     assert await move("suspend", "a", known) == Moved(pids=pids, held=pids, failed=[])
     others = node.used_bytes()

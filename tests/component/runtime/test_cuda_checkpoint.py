@@ -10,7 +10,7 @@ import pytest
 
 from gpumgr.common.proc import PROC, start_time_ticks
 from gpumgr.ledger.suspension import Moved, Suspension, Verb
-from gpumgr.runtime import checkpoints
+from gpumgr.runtime import suspend_parts
 
 SOURCE = Path(__file__).parents[2] / "data/suspend/cuda.c"
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "0", "1", "2", "3"
@@ -35,7 +35,7 @@ class Container:
         required = tuple(self.pids[:2])
         known = Suspension(state="running", processes=tuple(running), required=required, memory_bytes={"gpu": 1 << 30})
         lock = self.folder / "lock"
-        return await checkpoints.move(verb, "a", known, library=str(self.library), proc_root=PROC, lock_file=lock)
+        return await suspend_parts.move(verb, "a", known, library=str(self.library), proc_root=PROC, lock_file=lock)
 
     def put(self, *states: str) -> None:
         for pid, state in zip(self.pids, states, strict=False):
@@ -154,8 +154,8 @@ async def test_a_resume_without_the_state_of_a_process_is_no_success(container: 
 
 
 async def test_an_operation_that_takes_too_long_is_ended(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumgr.runtime.checkpoints._LIMIT_SECONDS", 0.2)
-    monkeypatch.setattr("gpumgr.runtime.checkpoints._LIMIT_SECONDS_PER_GIB", 0.0)
+    monkeypatch.setattr("gpumgr.runtime.suspend_parts._LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr("gpumgr.runtime.suspend_parts._LIMIT_SECONDS_PER_GIB", 0.0)
     (container.folder / "wait-Lock").touch()
     moved = await container.move("suspend")
     assert moved.error == "the driver did not suspend it within 0.2 s"
