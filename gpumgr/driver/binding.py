@@ -39,11 +39,10 @@ _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
 #: (function, code): from this function the code means "nothing found". The binding raises SUCCESS for an empty list.
 _NONE_YET: Final = frozenset(
     {
-        *(
-            (f"nvmlDeviceGet{name}", code)
-            for name in ("ProcessUtilization", "ProcessesUtilizationInfo")
-            for code in (SUCCESS, NOT_FOUND)
-        ),
+        ("nvmlDeviceGetProcessUtilization", SUCCESS),
+        ("nvmlDeviceGetProcessUtilization", NOT_FOUND),
+        ("nvmlDeviceGetProcessesUtilizationInfo", SUCCESS),
+        ("nvmlDeviceGetProcessesUtilizationInfo", NOT_FOUND),
         ("nvmlEventSetWait", TIMEOUT),
     }
 )

@@ -12,7 +12,7 @@ from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.health import Observation
 from gpumgr.driver.mig import create_mig_instance, destroy_mig_instance, enable_mig, read_mig_enabled, read_mig_instances
-from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_health, read_processes
+from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_processes
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
@@ -169,8 +169,7 @@ class Nvml(Session):
         """The GPUs' current use and health. `utilization`: also each process's use since the previous reading."""
         if not utilization:
             self._utilization.forget()
-        of_processes = self._utilization if utilization else None
-        answers = await self._each(lambda index: read_gpu(self._binding, index, of_processes), wait_seconds=_BUSY_SECONDS)
+        answers = await self._read(sample=True, utilization=self._utilization if utilization else None)
         samples = {index: answer if isinstance(answer, NvmlError) else answer.sample for index, answer in answers.items()}
         return Reading(
             sample=NodeSample(
@@ -186,13 +185,17 @@ class Nvml(Session):
 
     async def read_health(self) -> Mapping[str, Observation | None]:
         """Like `health` in `Reading`."""
-        return self._health_of(await self._each(lambda index: read_health(self._binding, index), wait_seconds=_BUSY_SECONDS))
+        return self._health_of(await self._read(sample=False))
+
+    async def _read(self, *, sample: bool, utilization: ProcessUtilization | None = None) -> dict[int, GpuReading | NvmlError]:
+        read = partial(read_gpu, self._binding, sample=sample, utilization=utilization)
+        return await self._each(read, wait_seconds=_BUSY_SECONDS)
 
     def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
         readings: dict[str, Observation | None] = {}
         for index, answer in answers.items():
             if not isinstance(answer, NvmlError):
-                readings[answer.uuid] = failed(answer.health) if isinstance(answer.health, NvmlError) else answer.health
+                readings[answer.uuid] = answer.health
             elif index in self._seen:
                 readings[self._seen[index]] = None if isinstance(answer, GpuBusy) else failed(answer)
         return readings

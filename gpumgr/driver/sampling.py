@@ -97,24 +97,25 @@ Listed = dict[int, int | None]
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read from a GPU, or the driver's error. `sample` None: only the health was read."""
+    """What was read from a GPU. `sample`: the driver's error if it can't be read; None if only the health was read."""
 
     uuid: str
-    health: HealthReading | CallError
+    health: HealthReading | Failed
     sample: GpuSample | CallError | None = None
 
 
-def read_gpu(nvml: Binding, index: int, utilization: ProcessUtilization | None) -> GpuReading:
-    """Reads the health and one sample. `utilization` None: without the utilization of processes.
+def read_gpu(nvml: Binding, index: int, *, sample: bool, utilization: ProcessUtilization | None = None) -> GpuReading:
+    """Reads the health, and with `sample` also one sample. `utilization` None: without the utilization of processes.
 
     Raises CallError if the driver gives no handle or UUID; later errors are in the result.
     """
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = nvml.call("nvmlDeviceGetUUID", handle)
+    health = _or_error(lambda: _read_health(nvml, handle))
     return GpuReading(
         uuid=uuid,
-        health=_or_error(lambda: _read_handle_health(nvml, handle)),
-        sample=_or_error(lambda: _read_gpu_sample(nvml, uuid, handle, utilization)),
+        health=failed(health) if isinstance(health, CallError) else health,
+        sample=_or_error(lambda: _read_gpu_sample(nvml, uuid, handle, utilization)) if sample else None,
     )
 
 
@@ -211,13 +212,7 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Lis
     return None if processes is None else {int(process.pid): process.usedGpuMemory for process in processes}
 
 
-def read_health(nvml: Binding, index: int) -> GpuReading:
-    """Raises CallError if the GPU fails."""
-    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-    return GpuReading(uuid=nvml.call("nvmlDeviceGetUUID", handle), health=_read_handle_health(nvml, handle))
-
-
-def _read_handle_health(nvml: Binding, handle: Handle) -> HealthReading:
+def _read_health(nvml: Binding, handle: Handle) -> HealthReading:
     nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU answers with an error, even without support for this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
+from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.binding import (
     EVENT_DOUBLE_BIT_ECC,
@@ -65,12 +66,8 @@ class EventThread:
     async def stop(self, *, timeout_seconds: float) -> bool:
         """False: the thread did not end in time, and NVML must not be shut down."""
         self._stop.set()
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
+        await wait_at_most(self._ended, timeout_seconds)
+        return self._ended.is_set()
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -224,18 +221,13 @@ class Session:
         self._count = await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
 
     async def _close_session(self) -> None:
-        ended = await self._stop_events()
-        if self._opened and ended:
+        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
+            self._events = None
+        if self._opened and self._events is None:  # NVML must not be shut down while the thread waits inside it
             seconds = min(self._timeout_seconds, _SHUTDOWN_SECONDS)
             await self._worker.finish(timeout_seconds=seconds)
             self._opened = False
             await self._worker.call(self._binding.close, timeout_seconds=seconds)
-
-    async def _stop_events(self) -> bool:
-        # NVML must not be shut down while the thread waits inside, so a thread that does not end is kept.
-        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
-            self._events = None
-        return self._events is None
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:
         """`fn`'s result for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""

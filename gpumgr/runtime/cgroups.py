@@ -155,7 +155,7 @@ class Cgroups:
             return tuple(sorted({pid for each, _, _ in folders for pid in _processes(Path(each)) if pid > 0}))
         except OSError as error:
             raise CriError(
-                f"can't read {error.filename}: {error.strerror}; run gpumgr as root, with the host's cgroups at cri.cgroup_root "
+                f"can't read {error.filename or folder}: {error.strerror}; run gpumgr as root, with the host's cgroups at cri.cgroup_root "
                 f"({self._cgroup_root})"
             ) from error
 
@@ -194,8 +194,6 @@ def _processes(folder: Path) -> Iterator[int]:
     try:
         text = (folder / "cgroup.procs").read_text()
     except OSError as error:
-        if error.errno in _NOTHING_THERE:
-            return
-        # If the read fails (not the open), the error has no file name.
-        raise OSError(error.errno, error.strerror, str(folder / "cgroup.procs")) from error
-    yield from (int(line) for line in text.split() if line.isdecimal())
+        _raise_unless_gone(error)
+    else:
+        yield from (int(line) for line in text.split() if line.isdecimal())

@@ -211,7 +211,7 @@ class MemoryLimitWatcher:
         """The message lacks the amount in use (see log and metrics), so that Kubernetes counts all repetitions as one Event."""
         rule = self._rule
         return (
-            f"container {use.container or '?'} is over its limit: it may use {_mebibytes(use.memory_limit_bytes)} MiB of memory on "
+            f"container {use.container or '?'} is over its limit: it may use {(use.memory_limit_bytes or 0) >> 20} MiB of memory on "
             f"{use.uuid} and used more than that and the tolerance of {rule.over_limit_slack_mebibytes} MiB in {rule.over_limit_samples} "
             f"samples in a row; reduce its use, or request more {MEMORY_RESOURCE}"
             + ("; the pod is evicted" if rule.evict and self._can_evict else "")
@@ -303,7 +303,3 @@ def _log_fields(use: ContainerUse) -> dict[str, object]:
         "memory_limit_bytes": use.memory_limit_bytes,
         "pids": use.pids,
     }
-
-
-def _mebibytes(count: int | None) -> int:
-    return (count or 0) >> 20
