@@ -1,7 +1,6 @@
 """Works between the kubelet's calls: frees the ids of ended pods, and adopts allocations that only the kubelet has."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -13,6 +12,7 @@ from gpumgr.agent.admission import Admission
 from gpumgr.agent.pods import PodEnds, find_pod
 from gpumgr.agent.ports import Meter, Pods
 from gpumgr.agent.state import AgentState
+from gpumgr.common.aio import wait_at_most
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.callers import next_container
@@ -83,11 +83,10 @@ class Reconciler:
     async def run(self) -> None:
         wait = SWEEP_SECONDS
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._wake.wait()
-                    await asyncio.sleep(GAP_SECONDS)  # pods often end together, and one `List` serves them all
-            self._wake.clear()
+            await wait_at_most(self._wake, wait)
+            if self._wake.is_set():
+                await asyncio.sleep(GAP_SECONDS)  # pods often end together, and one `List` serves them all
+                self._wake.clear()
             try:
                 done = await self.sweep()
                 await self._agent_state.note_quarantine()

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from gpumgr.common.aio import LogPace
+from gpumgr.common.aio import LogPace, sliced
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.foreign_text import UnreadableText, decode_answer
 from gpumgr.kube.client import (
@@ -39,8 +39,6 @@ _PAGE = "500"
 #: In seconds. `_SHORTEST_WATCH` is the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
-#: After this many objects the event loop runs other tasks.
-_SLICE = 50
 
 
 class _PageMetadata(msgspec.Struct):
@@ -213,9 +211,7 @@ class Reflector(Generic[T]):
         query = {**self._watched.query, "limit": _PAGE}
         while True:
             page = await _decoded(await self._page(query), _Page)
-            for number, item in enumerate(page.items or ()):
-                if number % _SLICE == 0:
-                    await asyncio.sleep(0)
+            async for item in sliced(page.items or ()):
                 metadata = metadata_of(item)
                 uids.add(metadata.uid)
                 read = await self._reader.read(item, metadata, self._objects.get(metadata.uid))
@@ -228,9 +224,7 @@ class Reflector(Generic[T]):
             found = {**self._objects, **found}
         self._reader.listed(uids)
         gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())
-        for number, (uid, after) in enumerate([*gone.items(), *found.items()]):
-            if number % _SLICE == 0:
-                await asyncio.sleep(0)
+        async for uid, after in sliced([*gone.items(), *found.items()]):
             self._replace(uid, after)
         self._version, self._logged = page.metadata.resource_version, None
         self._heard(begun)

@@ -15,6 +15,7 @@ The kubelet (1.34 and later) keeps a connection to the DRA socket, so its loss s
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -29,7 +30,7 @@ from gpumgr.common.errors import KubeletError
 from gpumgr.common.rpc import wire
 from gpumgr.common.rpc.unix_server import LinkState, UnixServer, unary
 from gpumgr.common.units import DRA_DRIVER
-from gpumgr.common.unix_socket import is_served, path_problem, remove_leftovers
+from gpumgr.common.unix_socket import is_served, remove_leftovers
 from gpumgr.kubelet.dra_service import DraHealth, DraPlugin, Faults
 from gpumgr.settings import Settings
 
@@ -207,20 +208,13 @@ class DraLink:
 
 
 def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) -> tuple[Path, Path]:
-    """The paths of the DRA socket and the registration socket. A hash replaces the instance's name if it makes a path too long."""
-
-    def paths(suffix: str) -> tuple[Path, Path]:
-        return (
-            plugins_dir.absolute() / DRA_DRIVER / f"dra{suffix}.sock",
-            registry_dir.absolute() / f"{DRA_DRIVER}{suffix}-reg.sock",
-        )
-
-    if instance is None:
-        return paths("")
-    full = paths(f"-{instance}")
-    if "/" not in instance and not any(map(path_problem, full)):
-        return full
-    return paths(f"-{hashlib.sha256(instance.encode()).hexdigest()[:16]}")
+    """The paths of the DRA socket and the registration socket. The names have a hash of `instance`, because a unix
+    socket's path has a limit."""
+    suffix = "" if instance is None else f"-{hashlib.sha256(os.fsencode(instance)).hexdigest()[:16]}"
+    return (
+        plugins_dir.absolute() / DRA_DRIVER / f"dra{suffix}.sock",
+        registry_dir.absolute() / f"{DRA_DRIVER}{suffix}-reg.sock",
+    )
 
 
 def socket_patterns() -> tuple[str, str]:

@@ -171,8 +171,11 @@ async def test_retry_after_is_kept_to_up_to_the_time_of_the_next_list(api: FakeA
         assert found.slept[:3] == pytest.approx([18, 60, 60]), "the first one ends for a list, which fails"
 
 
-async def test_a_list_that_is_stopped_half_way_loses_no_change(api: FakeApiServer, server: ApiServer) -> None:
+async def test_a_list_that_is_stopped_half_way_loses_no_change(
+    api: FakeApiServer, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its changes are reported in slices, and `run` may be cancelled between them."""
+    monkeypatch.setattr("gpumgr.common.aio.SLICE_SECONDS", -1.0)
     for number in range(120):
         await api.put(pod(f"p{number}", f"uid-{number}"))
     copy, changes = dict[str, Any](), list[asyncio.Task[Any]]()

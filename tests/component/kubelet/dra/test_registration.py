@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from gpumgr._pb.pluginregistration import RegistrationStatus
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
-from gpumgr.kubelet.dra_registration import DraLink
+from gpumgr.kubelet.dra_registration import DraLink, socket_paths
 from gpumgr.kubelet.dra_service import DraHealth
 from tests.background import until
 from tests.component.kubelet.dra.harness import (
@@ -198,42 +198,42 @@ async def test_a_file_in_place_of_the_drivers_folder_is_reported(folder: Path) -
 
 async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> None:
     kubelet = StubKubelet(folder)
+    paths = {name: socket_paths(kubelet.plugins, kubelet.registry, name) for name in ("old", "new", "gone")}
+    mine = {name: [path.name for path in each] for name, each in paths.items()}
     async with linked(folder, instance="old") as old:
-        await old.kubelet.register(f"{DRIVER}-old-reg.sock")
-        for name in ("dra.sock", "dra-gone.sock"):
-            dead_socket(kubelet.plugins / DRIVER / name)
+        await old.kubelet.register(mine["old"][1])
         others = ["other.io-reg.sock", f"{DRIVER}x-reg.sock"]
-        for name in (REGISTRATION, f"{DRIVER}-gone-reg.sock", *others):
+        for path in (kubelet.plugins / DRIVER / "dra.sock", *paths["gone"]):
+            dead_socket(path)
+        for name in (REGISTRATION, *others):
             dead_socket(kubelet.registry / name)
         async with linked(folder, instance="new") as new:
-            await new.kubelet.register(f"{DRIVER}-new-reg.sock")
-            mine = ["dra-new.sock", "dra-old.sock", f"{DRIVER}-new-reg.sock", f"{DRIVER}-old-reg.sock"]
-            assert kubelet.sockets() == sorted([*mine, *others])
+            await new.kubelet.register(mine["new"][1])
+            assert kubelet.sockets() == sorted([*mine["old"], *mine["new"], *others])
             assert old.link.state.registered
             assert new.link.state.registered
-            info = [await kubelet.info(f"{DRIVER}-{each}-reg.sock") for each in ("old", "new")]
-            assert [Path(each.endpoint).name for each in info] == ["dra-old.sock", "dra-new.sock"]
-        assert kubelet.sockets() == sorted(["dra-old.sock", f"{DRIVER}-old-reg.sock", *others])
+            for name, (dra, registration) in mine.items():
+                if name != "gone":
+                    assert Path((await kubelet.info(registration)).endpoint).name == dra
+        assert kubelet.sockets() == sorted([*mine["old"], *others])
 
 
-@pytest.mark.parametrize(("instance", "suffix"), [(None, ""), ("pod", "-pod")])
-async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(
-    folder: Path, instance: str | None, suffix: str
-) -> None:
+@pytest.mark.parametrize("instance", [None, "pod"])
+async def test_the_sockets_of_a_killed_process_are_replaced_and_stay_after_a_kill(folder: Path, instance: str | None) -> None:
     kubelet = StubKubelet(folder)
     (kubelet.plugins / DRIVER).mkdir()
-    names = [f"dra{suffix}.sock", f"{DRIVER}{suffix}-reg.sock"]
-    for path in (kubelet.plugins / DRIVER / names[0], kubelet.registry / names[1]):
+    paths = socket_paths(kubelet.plugins, kubelet.registry, instance)
+    for path in paths:
         dead_socket(path)
     async with linked(folder, instance=instance) as one:
-        await one.kubelet.register(names[1])
+        await one.kubelet.register(paths[1].name)
         assert one.link.state.registered
-        assert os.stat(kubelet.registry / names[1]).st_mode & 0o777 == 0o600
+        assert os.stat(paths[1]).st_mode & 0o777 == 0o600
         daemon = one.link._daemon
         assert daemon is not None
         daemon.cancel()
         await asyncio.wait([daemon])
-        assert kubelet.sockets() == names
+        assert kubelet.sockets() == [path.name for path in paths]
 
 
 async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
