@@ -1,6 +1,5 @@
 """Compiled once for all tests here: the client and the reader."""
 
-import hashlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import build_client
-from tests.component.compat.gpu_manager.vcuda.harness import Node, compile_c, library
+from tests.component.compat.gpu_manager.vcuda.harness import Node, compile_c
 from tests.unit.compat.gpu_manager.vcuda.tenants import TENANT
 
 DATA = Path(__file__).parents[4] / "data/enforcement"
@@ -25,22 +24,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_c(DATA / "vcuda_reader.c", tmp_path_factory.mktemp("reader") / "vcuda_reader")
 
 
-@pytest.fixture(scope="session")
-def library_sha256() -> str:
-    return hashlib.sha256(library().read_bytes()).hexdigest()
-
-
 @pytest.fixture
-def node() -> Iterator[Node]:
+def node(client: Path) -> Iterator[Node]:
     """pytest's own temporary folders have paths too long for a unix socket."""
     with tempfile.TemporaryDirectory(prefix="gpumgr") as folder:
-        yield Node(Path(folder))
+        yield Node(Path(folder), client)
 
 
 @pytest.fixture
-async def backend(node: Node, library_sha256: str) -> AsyncIterator[VcudaBackend]:
+async def backend(node: Node) -> AsyncIterator[VcudaBackend]:
     """With the tenant's container about to run."""
-    made = node.backend(library_sha256)
+    made = node.backend()
     await made.start(TENANT)
     try:
         yield made

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -41,9 +42,10 @@ def build_library(folder: Path, *exports: str) -> Path:
 @dataclass
 class Node:
     """Every process is in the tenant's container, unless `places` says otherwise; `pids` run in it, and it has `mounted`. `inside`: the
-    processes of other containers, by id."""
+    processes of other containers, by id. `client` is gpu-client."""
 
     folder: Path
+    client: Path = Path("/missing")
     pids: set[int] = field(default_factory=set)
     places: dict[int, Container | None] = field(default_factory=dict)
     mounted: set[str] = field(default_factory=set)
@@ -59,12 +61,13 @@ class Node:
         self.looks += 1
         return tuple(self.inside.get(container.id, self.pids))
 
-    def backend(self, sha256: str | None, path: Path | None = None) -> VcudaBackend:
-        """`path`: another library; `sha256` None: none is set."""
+    def backend(self, path: Path | None = None, *, sha256: str | None = None, with_library: bool = True) -> VcudaBackend:
+        """`path`: another library; `sha256`: another sum than that of the library."""
+        path = path or library()
         return VcudaBackend(
             allocation_dir=self.folder,
-            library_path=path or (library() if sha256 else None),
-            library_sha256=sha256,
+            library_path=path if with_library else None,
+            library_sha256=(sha256 or hashlib.sha256(path.read_bytes()).hexdigest()) if with_library else None,
             container_of=self.container_of,
             pids_of=self.pids_of,
             driver_files_obstacle=lambda: self.driver_files_obstacle,
@@ -80,6 +83,11 @@ class Node:
     @property
     def socket(self) -> Path:
         return self.place / "vcuda.sock"
+
+    async def register(self) -> "Ended":
+        """The library's call in the flat layout."""
+        names = ["--pod-uid", str(TENANT.pod_uid), "--cont-name", "main"]
+        return await run(self.client, "--addr", self.socket, "--bus-id", "", *names)
 
     def listed(self) -> tuple[int, ...]:
         return unpack_pids((self.place / "pids.config").read_bytes())
@@ -103,12 +111,6 @@ async def run(*command: str | Path) -> Ended:
         with suppress(ProcessLookupError):
             process.kill()
     return Ended(process.returncode or 0, out.decode(), error.decode(), process.pid)
-
-
-async def register(client: Path, socket: Path) -> Ended:
-    """The library's call in the flat layout."""
-    names = ["--pod-uid", str(TENANT.pod_uid), "--cont-name", "main"]
-    return await run(client, "--addr", socket, "--bus-id", "", *names)
 
 
 def stub(channel: Any) -> Any:

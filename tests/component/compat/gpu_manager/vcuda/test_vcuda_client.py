@@ -73,9 +73,9 @@ async def server(node: Node, *answers: bytes) -> AsyncIterator[list[bytes]]:
         yield received
 
 
-async def ask(client: Path, node: Node, answer: bytes) -> Ended:
+async def ask(node: Node, answer: bytes) -> Ended:
     async with server(node, answer):
-        return await run(client, "--addr", node.folder / "s", *NAMES)
+        return await run(node.client, "--addr", node.folder / "s", *NAMES)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ async def ask(client: Path, node: Node, answer: bytes) -> Ended:
         REPLY + trailers(OK) + frame(RST_STREAM, 0, bytes(4)),
     ],
 )
-async def test_success_in_every_shape(client: Path, node: Node, answer: bytes) -> None:
-    ended = await ask(client, node, FIRST + answer)
+async def test_success_in_every_shape(node: Node, answer: bytes) -> None:
+    ended = await ask(node, FIRST + answer)
     assert (ended.status, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -129,15 +129,15 @@ async def test_success_in_every_shape(client: Path, node: Node, answer: bytes) -
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers is no gRPC server"),
     ],
 )
-async def test_failures_in_one_line(client: Path, node: Node, answer: bytes, sentence: str) -> None:
-    ended = await ask(client, node, answer)
+async def test_failures_in_one_line(node: Node, answer: bytes, sentence: str) -> None:
+    ended = await ask(node, answer)
     assert (ended.status, ended.stdout) == (255, "")
     assert ended.stderr == f"gpu-client: not registered at {node.folder}/s: {sentence}\n"
 
 
 @pytest.mark.parametrize("text", [bytes(range(at, at + 32)).decode("latin-1") for at in range(0x20, 0x80, 32)] + ["äöü€\u2026"])
-async def test_every_letter_of_a_huffman_coded_sentence(client: Path, node: Node, text: str) -> None:
-    ended = await ask(client, node, trailers(literal("grpc-status", "9") + literal("grpc-message", text, huffman=True)))
+async def test_every_letter_of_a_huffman_coded_sentence(node: Node, text: str) -> None:
+    ended = await ask(node, trailers(literal("grpc-status", "9") + literal("grpc-message", text, huffman=True)))
     assert ended.stderr.endswith(f"(gRPC status 9): {text.replace(chr(127), ' ')}\n")
 
 
@@ -150,17 +150,17 @@ async def test_every_letter_of_a_huffman_coded_sentence(client: Path, node: Node
         trailers(literal("grpc-status", "14") + literal("grpc-message", "later")),
     ],
 )
-async def test_an_agent_that_restarts_is_asked_again(client: Path, node: Node, first: bytes) -> None:
+async def test_an_agent_that_restarts_is_asked_again(node: Node, first: bytes) -> None:
     async with server(node, first, first, REPLY + trailers(OK)) as received:
-        ended = await run(client, "--addr", node.folder / "s", *NAMES)
+        ended = await run(node.client, "--addr", node.folder / "s", *NAMES)
     assert (ended.status, ended.stderr) == (0, "")
     assert len(received) == 3
 
 
-async def test_what_it_sends(client: Path, node: Node) -> None:
+async def test_what_it_sends(node: Node) -> None:
     names = ["--bus-id", "0000:18:00.0", "--pod-uid=uid", "--cont-name", "n" * 300]
     async with server(node, FIRST + frame(PING, 0, b"12345678", 0) + REPLY + trailers(OK)) as received:
-        await run(client, "--addr", node.folder / "s", *names)
+        await run(node.client, "--addr", node.folder / "s", *names)
     sent = received[0].removeprefix(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     frames: list[tuple[int, int, bytes]] = []
     while sent:
@@ -186,9 +186,9 @@ async def test_what_it_sends(client: Path, node: Node) -> None:
     assert acknowledged == [(SETTINGS, 1, b""), (PING, 1, b"12345678")]
 
 
-async def test_an_id_goes_before_a_name(client: Path, node: Node) -> None:
+async def test_an_id_goes_before_a_name(node: Node) -> None:
     async with server(node, REPLY + trailers(OK)) as received:
-        await run(client, "--addr", node.folder / "s", "--cont-id", "c0ffee", *NAMES)
+        await run(node.client, "--addr", node.folder / "s", "--cont-id", "c0ffee", *NAMES)
     assert received[0].endswith(api.VDeviceRequest(pod_uid="uid", container_id="c0ffee").SerializeToString())
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import hashlib
 import os
 import re
 import stat
@@ -19,7 +18,7 @@ from gpumgr.common.errors import CriError, GpumgrError, Refusal
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import pack_config
 from gpumgr.ledger.node_use import Container
-from tests.component.compat.gpu_manager.vcuda.harness import Node, build_library, register, run
+from tests.component.compat.gpu_manager.vcuda.harness import Node, build_library, run
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 
@@ -102,14 +101,12 @@ async def test_a_change_of_the_grant_and_tampering_are_put_right(node: Node, bac
     assert node.socket.is_socket()
 
 
-async def test_unreadable_cgroups_are_reported_and_delay_no_other_container(
-    node: Node, library_sha256: str, client: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unreadable_cgroups_are_reported_and_delay_no_other_container(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(_container: Container) -> Collection[int]:
         raise CriError("can't read /sys/fs/cgroup: Permission denied")
 
     monkeypatch.setattr(node, "pids_of", unreadable)
-    blind = node.backend(library_sha256)
+    blind = node.backend()
     await blind.start(TENANT)
     other = replace(TENANT, allocation="1" * 16)
     await blind.start(other)
@@ -118,13 +115,13 @@ async def test_unreadable_cgroups_are_reported_and_delay_no_other_container(
     with pytest.raises(GpumgrError, match=said):
         await blind.adjust([RunningContainer(tenant=each, container=CONTAINER) for each in (TENANT, other)])
     assert (node.folder / other.allocation / "vcuda.config").exists()
-    ended = await register(client, node.socket)
+    ended = await node.register()
     assert (ended.status, ended.pid in node.listed()) == (0, True)
     await blind.close()
 
 
 async def test_a_registration_during_a_listing_is_not_lost(
-    node: Node, backend: VcudaBackend, client: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, backend: VcudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A listing from before the registration must not be written after it."""
     running = RunningContainer(tenant=TENANT, container=CONTAINER)
@@ -143,29 +140,29 @@ async def test_a_registration_during_a_listing_is_not_lost(
     monkeypatch.setattr(backend._slot(TENANT), "_pids_of", slow)
     adjusting = asyncio.create_task(backend.adjust([running]))
     await listing.wait()
-    ended = await register(client, node.socket)
+    ended = await node.register()
     registered.set()
     await adjusting
     assert (ended.status, set(node.listed())) == (0, {70001, ended.pid})
 
 
-async def test_a_lock_held_by_a_container_delays_no_other_container(node: Node, backend: VcudaBackend, client: Path) -> None:
+async def test_a_lock_held_by_a_container_delays_no_other_container(node: Node, backend: VcudaBackend) -> None:
     with (node.place / "pids.config").open("rb") as pids, (node.place / "vcuda.config").open("rb") as config:
         fcntl.flock(pids, fcntl.LOCK_EX)
         fcntl.flock(config, fcntl.LOCK_EX)
-        ended = await register(client, node.socket)
+        ended = await node.register()
         await backend.adjust([RunningContainer(tenant=replace(TENANT, core_limit=80), container=CONTAINER)])
     assert (ended.status, ended.stderr) == (0, "")
     assert ended.pid in node.listed()
 
 
-async def test_a_restart_of_the_container_starts_afresh(node: Node, backend: VcudaBackend, client: Path) -> None:
+async def test_a_restart_of_the_container_starts_afresh(node: Node, backend: VcudaBackend) -> None:
     inode = node.socket.stat().st_ino
-    await register(client, node.socket)
+    await node.register()
     await backend.start(TENANT)
     assert node.listed() == (1,)
     assert node.socket.stat().st_ino == inode, "the socket listens all the time"
-    assert (await register(client, node.socket)).status == 0
+    assert (await node.register()).status == 0
 
 
 async def test_cleanup_leaves_nothing_of_ours(node: Node, backend: VcudaBackend) -> None:
@@ -184,50 +181,48 @@ async def test_a_strange_file_in_the_folder_stays(node: Node, backend: VcudaBack
 
 
 async def test_a_wrong_library_is_refused(node: Node) -> None:
-    backend = node.backend("0" * 64)
+    backend = node.backend(sha256="0" * 64)
     with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't start with the backend vcuda: .* has SHA-256 "):
         await backend.start(TENANT)
     assert not node.place.exists()
-    assert "set vcuda.library_path" in str(await node.backend(None).unavailable())
+    assert "set vcuda.library_path" in str(await node.backend(with_library=False).unavailable())
 
 
 async def test_a_library_without_the_drivers_functions_is_refused(node: Node) -> None:
     other = build_library(node.folder, "cuMemAlloc_v2")
-    backend = node.backend(hashlib.sha256(other.read_bytes()).hexdigest(), other)
+    backend = node.backend(other)
     said = f"{other} does not export cuInit, nvmlInit, so it would not limit programs"
     assert said in str(await backend.unavailable())
     with pytest.raises(Refusal, match=re.escape(said)):
         await backend.start(TENANT)
 
 
-async def test_a_folder_with_too_long_a_path_is_refused(node: Node, library_sha256: str) -> None:
-    deep = Node(node.folder / ("d" * 90)).backend(library_sha256)
+async def test_a_folder_with_too_long_a_path_is_refused(node: Node) -> None:
+    deep = Node(node.folder / ("d" * 90)).backend()
     with pytest.raises(Refusal, match=r"a unix socket allows 107; set a shorter container\.allocation_dir"):
         await deep.start(TENANT)
     assert (await deep.unavailable() or "").startswith(f"no socket can be at {node.folder}")
-    assert await node.backend(library_sha256).unavailable() is None
+    assert await node.backend().unavailable() is None
 
 
 @pytest.mark.parametrize("known", [{}, {"pod": TENANT.pod, "pod_uid": TENANT.pod_uid}])
-async def test_a_container_that_the_kubelet_never_names_starts_and_registers(
-    node: Node, library_sha256: str, client: Path, known: dict[str, Any]
-) -> None:
+async def test_a_container_that_the_kubelet_never_names_starts_and_registers(node: Node, known: dict[str, Any]) -> None:
     """An init container without an API server, so that its name is unknown."""
     nameless = replace(TENANT, **{"pod": None, "pod_uid": None, "container": None} | known)
-    backend = node.backend(library_sha256)
+    backend = node.backend()
     await backend.start(nameless)
     assert (node.place / "vcuda.config").read_bytes() == pack_config(nameless)
-    refused = await register(client, node.socket)
+    refused = await node.register()
     assert (refused.status, "does not have its folder mounted" in refused.stderr) == (255, True)
     node.mounted = {ALLOCATION}
-    ended = await register(client, node.socket)
+    ended = await node.register()
     assert (ended.status, ended.pid in node.listed()) == (0, True)
     await backend.close()
 
 
-async def test_a_container_that_would_get_no_library_is_refused(node: Node, library_sha256: str) -> None:
+async def test_a_container_that_would_get_no_library_is_refused(node: Node) -> None:
     node.driver_files_obstacle = "the driver's files are not mirrored: no space left on device"
-    backend = node.backend(library_sha256)
+    backend = node.backend()
     said = f"containers get no libcuda-control.so: {node.driver_files_obstacle}"
     assert await backend.unavailable() == said
     with pytest.raises(Refusal, match=rf"demo/resnet \(main\) can't start with the backend vcuda: {said}"):
@@ -237,10 +232,10 @@ async def test_a_container_that_would_get_no_library_is_refused(node: Node, libr
     assert await backend.unavailable() is None
 
 
-async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node: Node, library_sha256: str) -> None:
-    gone = Node(node.folder / "gone").backend(library_sha256)
+async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node: Node) -> None:
+    gone = Node(node.folder / "gone").backend()
     (node.folder / "file").touch()
-    blocked = Node(node.folder / "file").backend(library_sha256)
+    blocked = Node(node.folder / "file").backend()
     assert set(gone.remains()) == set()
     with pytest.raises(NotADirectoryError):  # the caller reports it and lists again later
         blocked.remains()

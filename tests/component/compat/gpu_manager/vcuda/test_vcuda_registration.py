@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from gpumgr.agent.ports import RunningContainer
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.ledger.node_use import Container
-from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, register, run, stub
+from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 FLAT = {"bus_id": "0000:18:00.0", "pod_uid": TENANT.pod_uid, "container_name": "main"}
@@ -34,23 +34,23 @@ async def test_both_calls_of_gpu_managers_client(node: Node, backend: VcudaBacke
 
 
 @pytest.mark.usefixtures("backend")
-async def test_the_client_as_the_library_runs_it(node: Node, client: Path, reader: Path) -> None:
-    ended = await run(reader, "register", client, node.place)
+async def test_the_client_as_the_library_runs_it(node: Node, reader: Path) -> None:
+    ended = await run(reader, "register", node.client, node.place)
     assert (ended.status, ended.stdout) == (0, "client 0\n")
     assert ended.pid in node.listed(), "the process that started the client is about to use the GPU"
 
 
 @pytest.mark.usefixtures("backend")
-async def test_fifty_at_once(node: Node, client: Path) -> None:
-    all_ended = await asyncio.gather(*(register(client, node.socket) for _ in range(50)))
+async def test_fifty_at_once(node: Node) -> None:
+    all_ended = await asyncio.gather(*(node.register() for _ in range(50)))
     assert [(ended.status, ended.stderr) for ended in all_ended] == [(0, "")] * 50
     assert {ended.pid for ended in all_ended} <= set(node.listed())
     assert node.looks <= 50
 
 
-async def register_from(container: Container | None, client: Path, node: Node) -> Ended:
+async def register_from(container: Container | None, node: Node) -> Ended:
     """A client that calls as a process in this container."""
-    script = f'read go; exec "{client}" --addr "{node.socket}" --pod-uid u --cont-name main'
+    script = f'read go; exec "{node.client}" --addr "{node.socket}" --pod-uid u --cont-name main'
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec("sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe)
     node.places[process.pid] = container
@@ -58,12 +58,12 @@ async def register_from(container: Container | None, client: Path, node: Node) -
     return Ended(process.returncode or 0, out.decode(), error.decode(), process.pid)
 
 
-async def test_a_peer_of_another_container_is_refused(node: Node, backend: VcudaBackend, client: Path) -> None:
+async def test_a_peer_of_another_container_is_refused(node: Node, backend: VcudaBackend) -> None:
     before = node.listed()
     with capture_logs() as lines:
         for mounted in (set[str](), {ALLOCATION}):  # a container can get at another's folder by a mount of the host's own folders
             node.mounted = mounted
-            thief = await register_from(OTHER, client, node)
+            thief = await register_from(OTHER, node)
             assert (thief.status, thief.stderr.splitlines()) == (
                 255,
                 [
@@ -76,15 +76,15 @@ async def test_a_peer_of_another_container_is_refused(node: Node, backend: Vcuda
     assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
 
 
-async def test_every_container_that_uses_a_claim_registers(node: Node, backend: VcudaBackend, client: Path) -> None:
+async def test_every_container_that_uses_a_claim_registers(node: Node, backend: VcudaBackend) -> None:
     """It has the allocation's folder mounted; the processes of the other ones stay listed."""
     await backend.start(replace(TENANT, claim=True))
     node.pids, node.inside = {70001}, {OTHER.id: {70002}}
-    first = await register(client, node.socket)
-    thief = await register_from(OTHER, client, node)
+    first = await node.register()
+    thief = await register_from(OTHER, node)
     assert "this socket belongs to demo/resnet (main), and does not have its folder mounted" in thief.stderr
     node.mounted.add(ALLOCATION)
-    second = await register_from(OTHER, client, node)
+    second = await register_from(OTHER, node)
     assert (first.status, second.status) == (0, 0)
     assert {70001, 70002, second.pid} <= set(node.listed())
     running = RunningContainer(tenant=replace(TENANT, claim=True), container=CONTAINER, others=(OTHER,), pids=(70001, 70002))
@@ -93,8 +93,8 @@ async def test_every_container_that_uses_a_claim_registers(node: Node, backend: 
 
 
 @pytest.mark.usefixtures("backend")
-async def test_a_process_in_no_container_is_refused(node: Node, client: Path) -> None:
-    outsider = await register_from(None, client, node)
+async def test_a_process_in_no_container_is_refused(node: Node) -> None:
+    outsider = await register_from(None, node)
     assert outsider.status == 255
     assert f"process {outsider.pid} is in no container" in outsider.stderr
 
@@ -107,60 +107,58 @@ async def test_names_in_the_message_do_not_change_the_registered_container(node:
 
 
 @pytest.mark.usefixtures("backend")
-async def test_a_frame_above_the_limit_of_a_connection_ends_it_and_no_other(node: Node, client: Path) -> None:
+async def test_a_frame_above_the_limit_of_a_connection_ends_it_and_no_other(node: Node) -> None:
     """It has 16 MiB."""
     input_, output = await asyncio.open_unix_connection(str(node.socket))
     output.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5) + b"\xff" * 300_000)
     while await input_.read(4096):  # until the server hangs up
         pass
     output.close()
-    assert (await register(client, node.socket)).status == 0
+    assert (await node.register()).status == 0
 
 
 @pytest.mark.usefixtures("backend")
-async def test_a_container_with_too_many_connections_hinders_only_itself(node: Node, client: Path) -> None:
+async def test_a_container_with_too_many_connections_hinders_only_itself(node: Node) -> None:
     hogs = [await asyncio.open_unix_connection(str(node.socket)) for _ in range(129)]
     assert await hogs[-1][0].read() == b"", "turned away"
-    waiting = asyncio.create_task(register(client, node.socket))
+    waiting = asyncio.create_task(node.register())
     for _, output in hogs:
         output.close()
     assert (await waiting).status == 0, "the client retries until it is accepted"
 
 
-async def test_a_restarted_agent_listens_on_the_same_path(
-    node: Node, backend: VcudaBackend, client: Path, library_sha256: str
-) -> None:
+async def test_a_restarted_agent_listens_on_the_same_path(node: Node, backend: VcudaBackend) -> None:
     node.pids = {70001}
-    await register(client, node.socket)
+    await node.register()
     listed = node.listed()
     await backend.close()
     assert node.socket.is_socket(), "containers have its folder mounted, not the file"
-    early = asyncio.create_task(register(client, node.socket))
+    early = asyncio.create_task(node.register())
     (node.place / "vcuda.config").unlink()
 
-    again = node.backend(library_sha256)
+    again = node.backend()
     await again.recover([TENANT])
     assert node.listed() == listed
     on_gpu = RunningContainer(tenant=TENANT, container=CONTAINER, pids=listed, gpu_pids=frozenset(listed))
     assert await again.observe([on_gpu]) == [], "processes that were listed count as registered"
     assert (node.place / "vcuda.config").exists()
     assert (await early).status == 0, "a call that was made while the agent was away is answered now"
-    assert (await register(client, node.socket)).status == 0
+    assert (await node.register()).status == 0
     await again.close()
 
 
-async def test_recovery_makes_what_is_missing(node: Node, library_sha256: str, client: Path) -> None:
+async def test_recovery_makes_what_is_missing(node: Node) -> None:
     node.place.mkdir()
     (node.place / "pids.config").write_bytes(b"")
-    again = node.backend(library_sha256)
+    again = node.backend()
     await again.recover([TENANT])
     assert node.listed() == (1,)
-    assert (await register(client, node.socket)).status == 0
+    assert (await node.register()).status == 0
     await again.close()
 
 
-async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: VcudaBackend, client: Path) -> None:
-    script = f'"{client}" --addr "{node.socket}" --pod-uid u --cont-name main && {{ sleep 60 & echo $!; wait; }}'
+async def test_who_uses_the_gpu_unregistered_is_found(node: Node, backend: VcudaBackend) -> None:
+    script = f'"{node.client}" --addr "{node.socket}" --pod-uid u --cont-name main && {{ sleep 60 & echo $!; wait; }}'
     parent = await asyncio.create_subprocess_exec("sh", "-c", script, stdout=subprocess.PIPE)
     other = await asyncio.create_subprocess_exec("sleep", "60")
     try:
