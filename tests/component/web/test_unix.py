@@ -40,14 +40,6 @@ def present(path: Path) -> bool:
     return path.exists()
 
 
-def put(path: Path, text: str) -> None:
-    path.write_text(text)
-
-
-def shown(path: Path) -> str:
-    return path.read_text()
-
-
 async def test_it_serves_every_page_and_only_its_owner_may_connect(root: aiohttp.ClientSession, path: Path) -> None:
     for page in PATHS[:-1]:  # all but orders
         async with root.get(page.format(namespace="team", pod="share")) as answer:

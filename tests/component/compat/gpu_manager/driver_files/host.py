@@ -57,7 +57,7 @@ class Driver:
             "libcuda": compile_library(folder / "next.so", NEXT_CUDA, "libcuda.so.1")
         }
 
-    def install(self, root: Path, version: str = DRIVER, *, cache: bool = True) -> None:
+    def install(self, root: Path, version: str = DRIVER) -> None:
         """Replaces what is installed, as a package does: new files under new names, old ones removed."""
         folder = root / _LIB
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,7 @@ class Driver:
         for name, content in (("nvidia-smi", elf(MACHINE)), ("nvidia-debugdump", b"#!/bin/sh\n")):
             (programs / name).write_bytes(content)
             (programs / name).chmod(0o755)
-        if cache:
-            make_cache(root)
+        make_cache(root)
 
 
 def make_cache(root: Path) -> None:
