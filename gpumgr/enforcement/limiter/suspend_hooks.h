@@ -9,7 +9,6 @@
 COPIES(cuMemcpyHtoD) COPIES(cuMemcpyDtoH) COPIES(cuMemcpyHtoA) COPIES(cuMemcpyAtoH)
 COPIES_ASYNC(cuMemcpyHtoDAsync) COPIES_ASYNC(cuMemcpyDtoHAsync)
 COPIES_ASYNC(cuMemcpyHtoAAsync) COPIES_ASYNC(cuMemcpyAtoHAsync)
-PASS1(cuMemcpyDtoD, 2000) PASS1(cuMemcpyDtoDAsync, 3000) PASS1(cuMemsetD8, 2000) PASS1(cuMemsetD32, 2000)
 PASS2_PTSZ(cuMemPrefetchAsync, 8000, 12020) PASS2(cuMemAdvise, 8000, 12020) PASS1(cuStreamCreate, 2000)
 PASS1(cuStreamCreateWithPriority, 5050) PASS_PTSZ(cuStreamSynchronize, 2000, 7000) PASS_PTSZ(cuStreamQuery, 2000, 7000)
 PASS_PTSZ(cuStreamWaitEvent, 3020, 7000) PASS_PTSZ(cuStreamAddCallback, 5000, 7000) PASS_PTSZ(cuStreamAttachMemAsync, 6000, 7000)
