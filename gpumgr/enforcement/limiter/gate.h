@@ -36,7 +36,8 @@ struct gm_stream {
     atomic_uint unmarked; /* launches behind the last marker */
     atomic_uint spacing;  /* launches between two markers */
     uint32_t depth;       /* how many markers may be ahead of the work; then a launch waits */
-    uint32_t first, next_marker;
+    uint32_t first, next_marker; /* they only grow: gm_point has such a number */
+    uint32_t oldest;             /* the first marker of this stream */
     CUevent event[GM_RING];
     uint32_t covers[GM_RING]; /* launches between the marker before and this one */
     uint32_t period[GM_RING]; /* gm_gate.periods when it was recorded */
@@ -50,7 +51,6 @@ uint64_t gm_patience_ns(const struct gm_gate *gate);
 struct gm_stream *gm_stream_of(CUstream handle, bool per_thread);
 /* Records a marker behind the last launch; waits first while too much work is queued. */
 void gm_stream_mark(struct gm_stream *stream);
-bool gm_stream_captures(CUstream handle, bool per_thread);
 /* Has all work of this process on the gate's GPU ended? Records markers behind work that has none yet. */
 bool gm_streams_ended(struct gm_gate *gate);
 #endif

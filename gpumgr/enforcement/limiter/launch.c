@@ -67,10 +67,8 @@ GM_WRAPPER(cuLaunchGridAsync, (CUfunction f, int x, int y, CUstream s)) { GATED(
 /* -- copies and memsets inside device memory ------------------------------------------------------------------------------------- */
 /* Is it an address of device memory, or managed? */
 static bool on_device(CUdeviceptr at) {
-    static CUresult (*_Atomic ask)(uint *, int, CUdeviceptr);
-    if (!ask) ask = (CUresult(*)(uint *, int, CUdeviceptr))gm_driver_function("cuPointerGetAttribute");
-    uint type = 0;
-    return ask && ask(&type, 2, at) == CUDA_SUCCESS && type == 2; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
+    uint type = 0; /* 2, 2: CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
+    return ASK(cuPointerGetAttribute, (uint *, int, CUdeviceptr), &type, 2, at) == CUDA_SUCCESS && type == 2;
 }
 /* Small copies, and copies from or to the host, need no turn. */
 #define MOVED(bytes, inside, stream, per_thread, call)                                                                             \
@@ -278,9 +276,8 @@ PRIMARY_RELEASED(cuDevicePrimaryCtxRelease)
 PRIMARY_RELEASED(cuDevicePrimaryCtxRelease_v2)
 /* A green context may hold the last reference to a primary context. */
 GM_WRAPPER(cuGreenCtxDestroy, (void *green)) {
-    CUresult (*context_of)(CUcontext *, void *) = (CUresult(*)(CUcontext *, void *))gm_driver_function("cuCtxFromGreenCtx");
     CUcontext context = NULL;
-    if (context_of && context_of(&context, green) == CUDA_SUCCESS) gm_streams_forget_context(context);
+    if (ASK(cuCtxFromGreenCtx, (CUcontext *, void *), &context, green) == CUDA_SUCCESS) gm_streams_forget_context(context);
     for (CUdevice d = 0; d < 64; d++) forget_primary(d, 0);
     return CALL(cuGreenCtxDestroy, green);
 }

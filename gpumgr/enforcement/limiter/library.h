@@ -28,7 +28,7 @@ enum {
 };
 
 /* -- hooks ------------------------------------------------------------------------------------------------------------------
- * A hook is a function with the name and the signature of the driver's, defined with GM_WRAPPER, and one line in hooks.h:
+ * A hook is a function with the name and the signature of the driver's, defined with GM_WRAPPER, and an entry in hooks.h that expands to
  *     HOOK(symbol, "base name", first CUDA version, GM_ANY | GM_PTSZ)
  * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). Base name and version are the key of cuGetProcAddress; GM_PTSZ
  * marks the variant for per-thread default streams (its symbol ends with _ptsz or _ptds). NVML's functions have a version of 0:
@@ -47,6 +47,13 @@ enum gm_hook {
 void *gm_real(enum gm_hook hook);
 /* A function of libcuda or libnvidia-ml that is not hooked, or NULL; the answer is not cached. */
 void *gm_driver_function(const char *symbol);
+/* Calls such a function with parameters of these types; `not found` if the driver lacks it. */
+#define ASK(symbol, types, ...)                                                                                                    \
+    ({                                                                                                                             \
+        static CUresult(*_Atomic known_) types;                                                                                    \
+        if (!known_) known_ = (CUresult(*) types)gm_driver_function(#symbol);                                                      \
+        known_ ? known_(__VA_ARGS__) : GM_NOT_FOUND(#symbol);                                                                      \
+    })
 #define CALL(symbol, ...)                                                                                                          \
     ({                                                                                                                             \
         __typeof__(&symbol) real_ = (__typeof__(&symbol))gm_real(GM_HOOK_##symbol);                                                \
@@ -69,8 +76,9 @@ struct gm_process {
 struct gm_process *gm_process(void);
 /* The index into the pages' gpu[] of a device, by its UUID; -1: it is not limited. Needs a cuInit that succeeded. */
 int gm_gpu_of_device(CUdevice device);
-/* The device of the thread's current context; -1 without one. */
+/* The device of the thread's current context, -1 without one; and its index into the pages' gpu[]. */
 CUdevice gm_current_device(void);
+int gm_current_gpu(void);
 /* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
 void gm_disable(const char *why, const char *remedy);
 /* Frees the slots of processes of this PID namespace that have died; returns how many. ledger.c calls it before it refuses a reservation,
@@ -100,6 +108,16 @@ bool gm_needs_no_turn(void);
 struct gm_pass gm_enter(CUstream stream, bool per_thread);
 /* After the driver's call. */
 void gm_leave(struct gm_pass pass);
+/* A point in a stream, behind all that was put into it before. */
+struct gm_point {
+    struct gm_stream *stream; /* NULL: the driver would refuse the stream, or its GPU is not limited */
+    uint32_t marker;
+};
+struct gm_point gm_point_in(CUstream stream, bool per_thread);
+/* Whether the work before the point, or its context, has ended. */
+bool gm_passed(struct gm_point point);
+/* Whether the stream is being captured, or the driver would refuse it. */
+bool gm_stream_captures(CUstream stream, bool per_thread);
 void gm_capture_begins(CUstream stream, bool per_thread);
 void gm_capture_ended(void);
 /* Call these before the driver's call: afterwards the driver no longer knows the streams. */

@@ -2,7 +2,7 @@
  * refuses a call, the result is always CUDA_ERROR_OUT_OF_MEMORY. The driver's other results are returned unchanged. Calls with a NULL output,
  * for a device without a limit, or for memory that is not on a device, are passed to the driver. */
 #include "memory.h"
-#include <string.h>
+#include <stdlib.h>
 
 #define BLOCK (2ull << 20)      /* the unit in which the driver takes memory of the GPU */
 #define POOL_STEP (32ull << 20) /* by which the driver lets a pool grow */
@@ -21,18 +21,14 @@ static uint64_t times(uint64_t a, uint64_t b) {
     uint64_t product;
     return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
 }
+static uint64_t mixed(uint64_t key, uint64_t part) { return (key ^ part) * 0x9e3779b97f4a7c15; }
 static uint64_t rounded(uint64_t n, uint64_t step) { return n > UINT64_MAX - step ? UINT64_MAX : (n + step - 1) / step * step; }
 
-static int current_gpu(void) {
-    CUdevice d = gm_process() ? gm_current_device() : -1;
-    return d < 0 ? -1 : gm_gpu_of_device(d);
-}
 /* 1: a device; 6: a part of one, with the device in the lowest byte; others are not on a device. */
 static CUdevice device_at(location where) { return where.type == 1 ? where.id : where.type == 6 ? where.id & 0xff : -1; }
 static CUcontext current_context(void) {
-    CUresult (*get)(CUcontext *) = (CUresult(*)(CUcontext *))gm_driver_function("cuCtxGetCurrent");
     CUcontext c = NULL;
-    return get && get(&c) == CUDA_SUCCESS ? c : NULL;
+    return ASK(cuCtxGetCurrent, (CUcontext *), &c) == CUDA_SUCCESS ? c : NULL;
 }
 static CUresult refuse(int gpu) {
     gm_refused(gpu);
@@ -42,7 +38,7 @@ static CUresult refuse(int gpu) {
 static bool reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
     if (gm_reserve(gpu, kind, bytes)) return true;
     if (bytes > gm_memory_limit(gpu)) return false;
-    gm_pools_settle(true);
+    gm_memory_settle(true);
     return gm_reserve(gpu, kind, bytes);
 }
 
@@ -60,10 +56,10 @@ static void unreferenced(CUresult r, enum gm_record_type type, uint64_t key, boo
 
 /* -- pointers and arrays ------------------------------------------------------------------------------------------------------
  * The driver takes whole blocks of 2 MiB: an H200 used 4 MiB for each cuMemAlloc of 3,145,729 bytes. Requests below 2 MiB share
- * blocks, and the driver keeps a block until the last pointer into it is freed. So each block, known by its address, is charged once for
- * all its pointers: a program with many small tensors does not pay 2 MiB for each, and a program that frees all but a few bytes of each
- * block still pays for the blocks. A request that would fit into a charged block is refused if less than 2 MiB are left, because its place
- * is known only after the driver's call. */
+ * blocks, and the driver keeps a block until the last pointer into it is freed. So each block, known by address, GPU, kind and context, is
+ * charged once for all its pointers: a program with many small tensors does not pay 2 MiB for each, and a program that frees all but a few
+ * bytes of each block still pays for the blocks. A request that would fit into a charged block is refused if less than 2 MiB are left,
+ * because its place is known only after the driver's call. */
 
 /* Keeps the reservation under the new handle, or gives it back. `shares`: the memory may be in a block that is charged already. */
 static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, bool shares, uint64_t key) {
@@ -71,10 +67,11 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
         gm_release(gpu, kind, bytes);
         return r;
     }
-    struct gm_record own = {.key = key, .bytes = bytes, .type = GM_POINTER, .kind = kind, .gpu = gpu, .context = current_context()};
+    struct gm_record own = {.key = key, .bytes = bytes, .type = GM_POINTER, .kind = kind, .gpu = gpu, .owner = current_context()};
     if (shares) {
         struct gm_record block = own;
-        block.key = own.block = key / BLOCK, block.type = GM_BLOCK, block.references = 1, own.bytes = 0;
+        own.block = mixed(mixed(mixed(key / BLOCK, (uint64_t)gpu), kind), (uint64_t)own.owner), own.bytes = 0;
+        block.key = own.block, block.type = GM_BLOCK, block.references = 1;
         if (!gm_record_hold(block)) gm_release(gpu, kind, bytes);
     }
     gm_record_add(own);
@@ -83,12 +80,16 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
 /* `call` allocates `size` bytes and stores their handle in `out`. */
 #define ALLOCATE(kind, size, out, call)                                                                                            \
     do {                                                                                                                           \
-        int gpu = (out) ? current_gpu() : -1;                                                                                      \
+        int gpu = (out) ? gm_current_gpu() : -1;                                                                                      \
         uint64_t asked = gpu < 0 ? 0 : (size), bytes = kind == GM_ARRAY ? asked : rounded(asked, BLOCK);                           \
         if (!reserve(gpu, kind, bytes)) return refuse(gpu);                                                                        \
         CUresult result = call;                                                                                                    \
         return keep(result, gpu, kind, bytes, kind != GM_ARRAY && asked < BLOCK, result == CUDA_SUCCESS ? (uint64_t)*(out) : 0);   \
     } while (0)
+static void freed(const struct gm_record *record) {
+    gm_release(record->gpu, record->kind, record->bytes);
+    if (record->kind == GM_ARRAY && !record->bytes) gm_records_end((void *)record->key); /* what is mapped into it, if it is sparse */
+}
 /* The record is removed before the driver's call, since afterwards another thread may get the same address. */
 #define FREE(key, call)                                                                                                            \
     do {                                                                                                                           \
@@ -97,8 +98,8 @@ static CUresult keep(CUresult r, int gpu, enum gm_kind kind, uint64_t bytes, boo
         bool is_last = known && record.block && gm_record_unreference(GM_BLOCK, record.block, &block);                             \
         CUresult result = call;                                                                                                    \
         if (known && record.block) unreferenced(result, GM_BLOCK, record.block, is_last, &block);                                  \
-        if (known && result == CUDA_SUCCESS) gm_release(record.gpu, record.kind, record.bytes);                                    \
-        else if (known) gm_record_add(record);                                                                                     \
+        if (known && result != CUDA_SUCCESS) gm_record_add(record);                                                                \
+        else if (known) freed(&record);                                                                                            \
         return result;                                                                                                             \
     } while (0)
 
@@ -116,8 +117,39 @@ GM_WRAPPER(cuMemAllocPitch_v2, (CUdeviceptr *at, size_t *pitch, size_t width, si
 }
 GM_WRAPPER(cuMemFree, (uint at)) { FREE(at, CALL(cuMemFree, at)); }
 GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
-GM_WRAPPER(cuMemFreeAsync, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync, at, stream)); }
-GM_WRAPPER(cuMemFreeAsync_ptsz, (CUdeviceptr at, CUstream stream)) { FREE(at, CALL(cuMemFreeAsync_ptsz, at, stream)); }
+
+/* The driver frees memory that is from no pool when the stream gets to cuMemFreeAsync; it stays charged until then. */
+static atomic_int frees, most_frees; /* how many are charged; with more, they are looked at even if no memory is asked for */
+static void frees_settle(void) {
+    int n = atomic_load(&frees);
+    struct gm_record *list = n ? malloc((size_t)n * sizeof *list) : NULL, gone, block;
+    for (int i = list ? gm_records_list(GM_FREED, list, n) : 0; i-- > 0;) {
+        if (!gm_passed(list[i].after) || !gm_record_take(GM_FREED, list[i].key, &gone)) continue;
+        atomic_fetch_sub(&frees, 1);
+        if (!gone.block) gm_release(gone.gpu, gone.kind, gone.bytes);
+        else if (gm_record_unreference(GM_BLOCK, gone.block, &block)) gm_release(block.gpu, block.kind, block.bytes);
+    }
+    free(list);
+    atomic_store(&most_frees, 2 * atomic_load(&frees) + 64);
+}
+static void freed_later(struct gm_record record, CUstream stream, bool per_thread) {
+    static _Atomic(uint64_t) number;
+    if (record.pool) return;
+    record.key = atomic_fetch_add(&number, 1), record.type = GM_FREED, record.owner = NULL, record.after = gm_point_in(stream, per_thread);
+    int others = atomic_fetch_add(&frees, 1);
+    gm_record_add(record);
+    if (others >= atomic_load(&most_frees)) frees_settle();
+}
+#define FREE_ASYNC(symbol, per_thread)                                                                                             \
+    GM_WRAPPER(symbol, (CUdeviceptr at, CUstream stream)) {                                                                        \
+        struct gm_record record;                                                                                                   \
+        bool known = gm_record_take(GM_POINTER, at, &record);                                                                      \
+        CUresult result = CALL(symbol, at, stream);                                                                                \
+        if (known && result != CUDA_SUCCESS) gm_record_add(record);                                                                \
+        else if (known) freed_later(record, stream, per_thread);                                                                   \
+        return result;                                                                                                             \
+    }
+FREE_ASYNC(cuMemFreeAsync, false) FREE_ASYNC(cuMemFreeAsync_ptsz, true)
 
 /* The bits of an array's element: bits of a channel times channels, except for formats that name their channels. */
 static uint64_t element_bits(int format, uint channels) {
@@ -209,7 +241,7 @@ GM_WRAPPER(cuMemImportFromShareableHandle, (CUdeviceptr *handle, void *shared, i
 }
 GM_WRAPPER(cuMemMap, (CUdeviceptr at, size_t n, size_t offset, CUdeviceptr handle, unsigned long long flags)) {
     CUresult r = CALL(cuMemMap, at, n, offset, handle, flags);
-    if (r == CUDA_SUCCESS) gm_record_map(at, n, handle);
+    if (r == CUDA_SUCCESS) gm_record_map(at, n, handle, NULL);
     return r;
 }
 GM_WRAPPER(cuMemUnmap, (CUdeviceptr at, size_t n)) {
@@ -222,9 +254,9 @@ struct array_map { int type; void *array; int part_type; uint64_t part[4]; int o
 static CUresult arrays_mapped(CUresult r, const struct array_map *list, uint n) {
     for (const struct array_map *m = list; r == CUDA_SUCCESS && m < list + n; m++) {
         uint64_t key = (uint64_t)m->array;
-        for (int i = 0; i < 4; i++) key = (key ^ m->part[i]) * 0x9e3779b97f4a7c15; /* of the part, as an address is of a range */
+        for (int i = 0; i < 4; i++) key = mixed(key, m->part[i]); /* of the part, as an address is of a range */
         gm_record_unmap(key, 1);
-        if (m->operation == 1) gm_record_map(key, 1, m->handle);
+        if (m->operation == 1) gm_record_map(key, 1, m->handle, m->array);
     }
     return r;
 }
@@ -236,10 +268,9 @@ MAP_ARRAYS(cuMemMapArrayAsync) MAP_ARRAYS(cuMemMapArrayAsync_ptsz)
 enum { RESERVED_CURRENT = 5, POOLS = 256 }; /* CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT */
 typedef void *pool_t;
 static uint64_t pool_bytes(pool_t pool) {
-    CUresult (*get)(pool_t, int, void *) = (CUresult(*)(pool_t, int, void *))gm_driver_function("cuMemPoolGetAttribute");
     uint64_t bytes = UINT64_MAX;
     int mode = gm_relax();
-    CUresult r = get ? get(pool, RESERVED_CURRENT, &bytes) : CUDA_ERROR_NOT_FOUND;
+    CUresult r = ASK(cuMemPoolGetAttribute, (pool_t, int, void *), pool, RESERVED_CURRENT, &bytes);
     gm_unrelax(mode);
     return r == CUDA_SUCCESS ? bytes : UINT64_MAX;
 }
@@ -258,16 +289,16 @@ static void pool_settle(pool_t pool) {
     while (now.key && gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &now) && (now.bytes = pool_bytes(pool)) != UINT64_MAX)
         gm_record_change(GM_POOL_OF, (uint64_t)pool, recharge, &now);
 }
-void gm_pools_settle(bool trim) {
+void gm_memory_settle(bool trim) {
     struct gm_record pools[POOLS];
     int n = gm_process() ? gm_records_list(GM_POOL_OF, pools, POOLS) : 0;
-    CUresult (*give)(pool_t, size_t) = trim ? (CUresult(*)(pool_t, size_t))gm_driver_function("cuMemPoolTrimTo") : NULL;
     for (int i = 0; i < n; i++) {
         int mode = gm_relax();
-        if (give) give((pool_t)pools[i].key, 0);
+        if (trim) ASK(cuMemPoolTrimTo, (pool_t, size_t), (pool_t)pools[i].key, 0);
         gm_unrelax(mode);
         pool_settle((pool_t)pools[i].key);
     }
+    frees_settle();
 }
 /* The index of the pool's GPU; -1: the GPU is not limited, or the pool is another process's. A device's own pool is recorded at its first
  * use. */
@@ -275,12 +306,10 @@ static int pool_gpu(pool_t pool) {
     struct gm_record known;
     int gpu = -1, count = 0;
     if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &known)) return known.gpu;
-    CUresult (*number)(int *) = (CUresult(*)(int *))gm_driver_function("cuDeviceGetCount");
-    CUresult (*own)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetDefaultMemPool");
-    if (!number || !own || number(&count) != CUDA_SUCCESS) return -1;
+    if (ASK(cuDeviceGetCount, (int *), &count) != CUDA_SUCCESS) return -1;
     for (CUdevice d = 0; d < count; d++) {
         pool_t found = NULL;
-        if (own(&found, d) != CUDA_SUCCESS || found != pool) continue;
+        if (ASK(cuDeviceGetDefaultMemPool, (pool_t *, CUdevice), &found, d) != CUDA_SUCCESS || found != pool) continue;
         gpu = gm_gpu_of_device(d);
         if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu, .references = 1});
     }
@@ -296,27 +325,21 @@ static uint64_t graph_devices; /* by bit: this process has put allocations of th
 static void into_graph(CUdevice d) {
     if (d >= 0 && d < 64) __atomic_fetch_or(&graph_devices, 1ull << d, __ATOMIC_RELAXED);
 }
-static CUdevice device_of(CUstream stream, bool per_thread) {
-    CUresult (*ask)(CUstream, CUdevice *) =
-        (CUresult(*)(CUstream, CUdevice *))gm_driver_function(per_thread ? "cuStreamGetDevice_ptsz" : "cuStreamGetDevice");
+static CUdevice device_of(CUstream stream) {
     CUdevice d = gm_current_device();
-    if (ask && (uintptr_t)stream > 2) ask(stream, &d);
+    if ((uintptr_t)stream > 2) ASK(cuStreamGetDevice, (CUstream, CUdevice *), stream, &d);
     return d;
 }
 static bool capturing(CUstream stream, bool per_thread) {
-    const char *name = per_thread ? "cuStreamIsCapturing_ptsz" : "cuStreamIsCapturing";
-    CUresult (*ask)(CUstream, int *) = (CUresult(*)(CUstream, int *))gm_driver_function(name);
-    int status = 0;
-    if (ask && ask(stream, &status) != CUDA_SUCCESS) return true; /* the driver's own call reports what is wrong */
-    if (status) into_graph(device_of(stream, per_thread));
-    return status != 0;
+    bool captures = gm_stream_captures(stream, per_thread);
+    if (captures) into_graph(device_of(stream));
+    return captures;
 }
 /* The pool of the stream's device. */
-static pool_t pool_of(CUstream stream, bool per_thread) {
-    CUresult (*get)(pool_t *, CUdevice) = (CUresult(*)(pool_t *, CUdevice))gm_driver_function("cuDeviceGetMemPool");
-    CUdevice d = device_of(stream, per_thread);
+static pool_t pool_of(CUstream stream) {
+    CUdevice d = device_of(stream);
     pool_t pool = NULL;
-    return get && d >= 0 && get(&pool, d) == CUDA_SUCCESS ? pool : NULL;
+    return d >= 0 && ASK(cuDeviceGetMemPool, (pool_t *, CUdevice), &pool, d) == CUDA_SUCCESS ? pool : NULL;
 }
 /* Reserves the request in steps of the pool's growth, and afterwards charges the pool's real growth instead. Whether the pool has unused
  * memory for the request is not known before. So if less than a step is left, the request is refused although up to a step of the pool may
@@ -335,7 +358,7 @@ static pool_t pool_of(CUstream stream, bool per_thread) {
     } while (0)
 #define ALLOC_ASYNC(symbol, per_thread)                                                                                            \
     GM_WRAPPER(symbol, (CUdeviceptr *at, size_t n, CUstream stream)) {                                                             \
-        FROM_POOL(at, n, pool_of(stream, per_thread), stream, per_thread, CALL(symbol, at, n, stream));                            \
+        FROM_POOL(at, n, pool_of(stream), stream, per_thread, CALL(symbol, at, n, stream));                            \
     }
 #define ALLOC_FROM_POOL(symbol, per_thread)                                                                                        \
     GM_WRAPPER(symbol, (CUdeviceptr *at, size_t n, pool_t pool, CUstream stream)) {                                                \
@@ -347,7 +370,7 @@ ALLOC_FROM_POOL(cuMemAllocFromPoolAsync, false) ALLOC_FROM_POOL(cuMemAllocFromPo
 static void pool_known(pool_t pool, location where, int type, int references) {
     struct gm_record known;
     if (!gm_process() || gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &known)) return;
-    int gpu = device_at(where) >= 0 ? gm_gpu_of_device(device_at(where)) : type == 2 ? current_gpu() : -1;
+    int gpu = device_at(where) >= 0 ? gm_gpu_of_device(device_at(where)) : type == 2 ? gm_current_gpu() : -1;
     if (gpu >= 0) gm_record_add((struct gm_record){.key = (uint64_t)pool, .type = GM_POOL_OF, .kind = GM_POOL, .gpu = gpu, .references = references});
 }
 GM_WRAPPER(cuMemPoolCreate, (pool_t *pool, const struct pool_properties *p)) {
@@ -384,11 +407,11 @@ void gm_graph_memory(void) {
     static uint64_t charged[64];
     uint64_t devices = __atomic_load_n(&graph_devices, __ATOMIC_RELAXED);
     if (!devices || !gm_process()) return;
-    CUresult (*get)(CUdevice, int, void *) = (CUresult(*)(CUdevice, int, void *))gm_driver_function("cuDeviceGetGraphMemAttribute");
     for (CUdevice d = 0; d < 64 && devices >> d; d++) {
         int gpu = devices >> d & 1 ? gm_gpu_of_device(d) : -1;
         uint64_t bytes = 0;
-        if (gpu < 0 || !get || get(d, GRAPH_RESERVED_CURRENT, &bytes) != CUDA_SUCCESS) continue;
+        CUresult r = gpu < 0 ? CUDA_SUCCESS : ASK(cuDeviceGetGraphMemAttribute, (CUdevice, int, void *), d, GRAPH_RESERVED_CURRENT, &bytes);
+        if (gpu < 0 || r != CUDA_SUCCESS) continue;
         uint64_t old = __atomic_exchange_n(&charged[d], bytes, __ATOMIC_SEQ_CST);
         if (bytes > old) gm_charge(gpu, GM_GRAPH, bytes - old);
         else gm_release(gpu, GM_GRAPH, old - bytes);
@@ -437,7 +460,7 @@ static uint64_t context_bytes(int gpu) { return gpu < 0 ? 0 : gm_process()->limi
         if (result != CUDA_SUCCESS) gm_release(gpu, GM_CONTEXT, bytes);                                                            \
         else if (gpu >= 0)                                                                                                         \
             gm_record_add((struct gm_record){                                                                                      \
-                .key = (uint64_t)*(out), .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *(out)}); \
+                .key = (uint64_t)*(out), .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .owner = *(out)}); \
         return result;                                                                                                             \
     } while (0)
 GM_WRAPPER(cuCtxCreate, (CUcontext *c, uint flags, CUdevice d)) { CREATE_CONTEXT(c, d, CALL(cuCtxCreate, c, flags, d)); }
@@ -453,10 +476,9 @@ void gm_memory_context_ended(CUcontext context) { gm_records_end(context); }
 /* Primary contexts: the driver makes one at the first retain, and ends it at the last release or at a reset. */
 static CUcontext primaries[64]; /* the charged ones */
 static bool active(CUdevice d) {
-    CUresult (*state)(CUdevice, uint *, int *) = (CUresult(*)(CUdevice, uint *, int *))gm_driver_function("cuDevicePrimaryCtxGetState");
     uint flags;
     int on = 0;
-    return state && state(d, &flags, &on) == CUDA_SUCCESS && on;
+    return ASK(cuDevicePrimaryCtxGetState, (CUdevice, uint *, int *), d, &flags, &on) == CUDA_SUCCESS && on;
 }
 static atomic_int references[64]; /* the program's references to each; a reset sets them to 0 here, but not in the driver */
 int gm_primary_references(CUdevice d, int change) {
@@ -476,7 +498,7 @@ GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     /* If several threads retain it at the same time, only one keeps its charge. */
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&primaries[d], &none, *c, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         gm_record_add((struct gm_record){
-            .key = (uint64_t)*c, .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .context = *c});
+            .key = (uint64_t)*c, .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .owner = *c});
     else gm_release(gpu, GM_CONTEXT, bytes);
     return r;
 }
@@ -484,5 +506,5 @@ void gm_memory_primary_changed(CUdevice d) {
     if (!gm_process() || d < 0 || d >= 64 || active(d)) return;
     atomic_store(&references[d], 0);
     gm_records_end(__atomic_exchange_n(&primaries[d], NULL, __ATOMIC_ACQ_REL));
-    gm_pools_settle(false);
+    gm_memory_settle(false);
 }

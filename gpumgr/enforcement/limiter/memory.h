@@ -16,7 +16,7 @@ void gm_refused(int gpu); /* counts an answer of out of memory */
 void gm_ledger_settle(int gpu);
 
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
-enum gm_record_type { GM_POINTER, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
+enum gm_record_type { GM_POINTER, GM_FREED, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
 struct gm_record {
     uint64_t key, size; /* size: of a mapping's range, of a pointer from a pool */
     uint64_t bytes;     /* how much it is charged */
@@ -25,7 +25,8 @@ struct gm_record {
     enum gm_record_type type;
     enum gm_kind kind;
     int gpu, references, mappings;
-    CUcontext context;     /* the memory ends with this context; NULL: it does not */
+    void *owner;           /* the context or the sparse array with which it ends; NULL: none */
+    struct gm_point after; /* of what the program has freed: the driver frees it there */
     struct gm_record *of;  /* the handle behind a mapping */
     struct gm_record *next;
 };
@@ -37,12 +38,12 @@ bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(str
 /* Adds a reference for one more pointer in this block. True: it is the first, so the block is recorded with its charge. False: the block is
  * charged already, so the caller releases its own charge. */
 bool gm_record_hold(struct gm_record block);
-/* Removes the records of memory that ends with a context, and releases their charges. */
-void gm_records_end(CUcontext context);
+/* Removes the records of what ends with a context or a sparse array, and releases their charges. */
+void gm_records_end(void *owner);
 /* A pool was destroyed: the driver keeps the memory of pointers that were not freed, so each is charged for itself. */
 void gm_records_outlive(uint64_t pool);
-/* Virtual memory: a range was mapped to a handle, ranges were unmapped. */
-void gm_record_map(uint64_t at, uint64_t size, uint64_t handle);
+/* Virtual memory: a range, or a part of a sparse array (the owner), was mapped to a handle; ranges were unmapped. */
+void gm_record_map(uint64_t at, uint64_t size, uint64_t handle, void *owner);
 void gm_record_unmap(uint64_t at, uint64_t size);
 /* Drops a reference to a handle or a block. True: it was the last and nothing is mapped, so the record was moved to `out`, and the caller
  * releases its charge. */
@@ -60,6 +61,6 @@ void gm_memory_primary_changed(CUdevice device);
 int gm_primary_references(CUdevice device, int change);
 /* The device's primary context, as the program last retained it; NULL: it has not. */
 CUcontext gm_primary_context(CUdevice device);
-/* Brings the charges of all pools up to date; `trim`: first makes them give back what they don't use. */
-void gm_pools_settle(bool trim);
+/* Brings the charges of pools, and of what the driver frees later, up to date; `trim`: first makes pools give back what they don't use. */
+void gm_memory_settle(bool trim);
 #endif

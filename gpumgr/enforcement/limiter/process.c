@@ -222,9 +222,9 @@ int gm_gpu_of_device(CUdevice device) {
     int known = atomic_load_explicit(&gpu_of[device], memory_order_relaxed); /* 0: not asked; else the index plus 2, 1: not limited */
     if (known) return known - 2;
     uint8_t uuid[16] = {0};
-    CUresult (*ask)(uint8_t *, CUdevice) = (CUresult(*)(uint8_t *, CUdevice))gm_driver_function("cuDeviceGetUuid_v2");
-    if (!ask) ask = (CUresult(*)(uint8_t *, CUdevice))gm_driver_function("cuDeviceGetUuid");
-    if (!ask || ask(uuid, device) != CUDA_SUCCESS) return -1;
+    CUresult r = ASK(cuDeviceGetUuid_v2, (uint8_t *, CUdevice), uuid, device);
+    if (r == CUDA_ERROR_NOT_FOUND) r = ASK(cuDeviceGetUuid, (uint8_t *, CUdevice), uuid, device);
+    if (r != CUDA_SUCCESS) return -1;
     uint32_t gpus = p->limits->gpus < GM_GPUS ? p->limits->gpus : GM_GPUS;
     int index = -1;
     for (uint32_t g = 0; g < gpus; g++)
@@ -234,17 +234,15 @@ int gm_gpu_of_device(CUdevice device) {
 }
 
 CUdevice gm_current_device(void) {
-    static CUresult (*_Atomic ask)(CUdevice *);
-    if (!ask) ask = (CUresult(*)(CUdevice *))gm_driver_function("cuCtxGetDevice");
     CUdevice device;
-    return ask && ask(&device) == CUDA_SUCCESS ? device : -1;
+    return ASK(cuCtxGetDevice, (CUdevice *), &device) == CUDA_SUCCESS ? device : -1;
 }
+int gm_current_gpu(void) { return gm_process() ? gm_gpu_of_device(gm_current_device()) : -1; }
 
-static CUresult (*_Atomic exchange)(int *);
+static CUresult exchange(int *mode) { return ASK(cuThreadExchangeStreamCaptureMode, (int *), mode); }
 int gm_relax(void) {
     int mode = 2; /* CU_STREAM_CAPTURE_MODE_RELAXED */
-    if (!exchange) exchange = (CUresult(*)(int *))gm_driver_function("cuThreadExchangeStreamCaptureMode");
-    return exchange && exchange(&mode) == CUDA_SUCCESS ? mode : -1;
+    return exchange(&mode) == CUDA_SUCCESS ? mode : -1;
 }
 void gm_unrelax(int previous) {
     if (previous >= 0) exchange(&previous);

@@ -13,22 +13,18 @@ enum { NVML_SUCCESS = 0, NVML_INVALID_ARGUMENT = 2, NVML_INSUFFICIENT_SIZE = 7 }
 static bool share(int gpu, uint64_t *total, uint64_t *used) {
     uint64_t limit = gm_memory_limit(gpu);
     if (!limit) return false;
-    if (!gm_suspended()) gm_pools_settle(false), gm_graph_memory(); /* calls of CUDA would block in a suspended container */
+    if (!gm_suspended()) gm_memory_settle(false), gm_graph_memory(); /* calls of CUDA would block in a suspended container */
     gm_ledger_settle(gpu); /* drops what dead processes held, once the agent or a reservation has freed their slots */
     *used = gm_memory_used(gpu);
     if (limit < *total) *total = limit;
     if (*used > *total) *used = *total;
     return true;
 }
-static int current_gpu(void) {
-    CUdevice d = gm_process() ? gm_current_device() : -1;
-    return d < 0 ? -1 : gm_gpu_of_device(d);
-}
 
 GM_WRAPPER(cuMemGetInfo_v2, (size_t *available, size_t *total)) {
     CUresult r = CALL(cuMemGetInfo_v2, available, total);
     uint64_t all = r == CUDA_SUCCESS ? *total : 0, used;
-    if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
+    if (r != CUDA_SUCCESS || !share(gm_current_gpu(), &all, &used)) return r;
     *total = all;
     *available = all - used;
     return r;
@@ -37,7 +33,7 @@ static uint narrow(uint64_t n) { return n > UINT32_MAX ? UINT32_MAX : (uint)n; }
 GM_WRAPPER(cuMemGetInfo, (uint *available, uint *total)) {
     CUresult r = CALL(cuMemGetInfo, available, total);
     uint64_t all = UINT64_MAX, used;
-    if (r != CUDA_SUCCESS || !share(current_gpu(), &all, &used)) return r;
+    if (r != CUDA_SUCCESS || !share(gm_current_gpu(), &all, &used)) return r;
     *total = narrow(all);
     *available = narrow(all - used);
     return r;
@@ -57,11 +53,10 @@ GM_WRAPPER(cuDeviceTotalMem, (uint *bytes, CUdevice d)) {
 
 /* The index of NVML's device in the pages, by its UUID: `GPU-` or `MIG-` and 32 digits with dashes. */
 static int gpu_of_nvml(nvmlDevice device) {
-    int (*ask)(nvmlDevice, char *, uint) = (int (*)(nvmlDevice, char *, uint))gm_driver_function("nvmlDeviceGetUUID");
     struct gm_process *p = gm_process();
     char text[96] = "";
     uint8_t uuid[16] = {0};
-    if (!p || !ask || ask(device, text, sizeof text) != NVML_SUCCESS || strlen(text) < 40) return -1;
+    if (!p || ASK(nvmlDeviceGetUUID, (nvmlDevice, char *, uint), device, text, sizeof text) != NVML_SUCCESS || strlen(text) < 40) return -1;
     int n = 0;
     for (const char *c = text + 4; n < 16 && c[0] && c[1]; c += 2) {
         uint byte;

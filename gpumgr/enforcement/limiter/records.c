@@ -80,33 +80,6 @@ bool gm_record_change(enum gm_record_type type, uint64_t key, void (*change)(str
     return at != NULL;
 }
 
-/* Removes the records for which `ends` is true, and releases their charges. */
-static void remove_all(bool (*ends)(const struct gm_record *, const void *), const void *argument) {
-    struct gm_record *gone = NULL;
-    pthread_mutex_lock(&lock);
-    for (int i = 0; i < BUCKETS; i++)
-        for (struct gm_record **at = &buckets[i]; *at;) {
-            struct gm_record *r = *at;
-            if (!ends(r, argument)) {
-                at = &r->next;
-                continue;
-            }
-            *at = r->next;
-            r->next = gone;
-            gone = r;
-        }
-    pthread_mutex_unlock(&lock);
-    for (struct gm_record *r; (r = gone); free(r)) {
-        gone = r->next;
-        gm_release(r->gpu, r->kind, r->bytes);
-    }
-}
-
-static bool of_context(const struct gm_record *r, const void *context) { return r->context == context; }
-void gm_records_end(CUcontext context) {
-    if (context) remove_all(of_context, context);
-}
-
 /* Removes the record of a handle or a block if neither a reference nor a mapping is left, and returns it; the caller releases its charge.
  * Call it with the lock held. */
 static struct gm_record *unheld(struct gm_record *handle) {
@@ -118,9 +91,37 @@ static struct gm_record *unheld(struct gm_record *handle) {
         }
     return NULL;
 }
+/* The handle behind the mapping, if the mapping was the last to hold it; as unheld. */
+static struct gm_record *unmapped(struct gm_record *mapping) {
+    mapping->of->mappings--;
+    return unheld(mapping->of);
+}
 static void credit(struct gm_record *r) {
     if (r) gm_release(r->gpu, r->kind, r->bytes);
     free(r);
+}
+
+void gm_records_end(void *owner) {
+    struct gm_record *gone = NULL, *handle;
+    if (!owner) return;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < BUCKETS; i++)
+        for (struct gm_record **at = &buckets[i], *r; (r = *at);) {
+            if (r->owner != owner) {
+                at = &r->next;
+                continue;
+            }
+            *at = r->next;
+            r->next = gone;
+            gone = r;
+        }
+    for (struct gm_record *r = gone; r; r = r->next)
+        if (r->of && (handle = unmapped(r))) handle->next = gone, gone = handle;
+    pthread_mutex_unlock(&lock);
+    for (struct gm_record *r; (r = gone); credit(r)) {
+        gone = r->next;
+        if (r->kind == GM_ARRAY && !r->bytes) gm_records_end((void *)r->key); /* it may be sparse */
+    }
 }
 
 bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out) {
@@ -148,13 +149,13 @@ void gm_records_outlive(uint64_t pool) {
     pthread_mutex_unlock(&lock);
 }
 
-void gm_record_map(uint64_t at, uint64_t size, uint64_t handle) {
+void gm_record_map(uint64_t at, uint64_t size, uint64_t handle, void *owner) {
     struct gm_record *r = malloc(sizeof *r);
     pthread_mutex_lock(&lock);
     struct gm_record **of = find(GM_HANDLE, handle);
     if (of && r) {
         (*of)->mappings++;
-        *r = (struct gm_record){.key = at, .size = size, .type = GM_MAPPING, .gpu = -1, .of = *of};
+        *r = (struct gm_record){.key = at, .size = size, .type = GM_MAPPING, .gpu = -1, .owner = owner, .of = *of};
         insert(r);
         r = NULL;
     }
@@ -168,8 +169,7 @@ void gm_record_unmap(uint64_t at, uint64_t size) {
         struct gm_record **place = find(GM_MAPPING, at), *mapping = place ? *place : NULL, *gone = NULL;
         if (mapping) {
             *place = mapping->next;
-            mapping->of->mappings--;
-            gone = unheld(mapping->of);
+            gone = unmapped(mapping);
         }
         pthread_mutex_unlock(&lock);
         if (!mapping) break; /* an imported handle */

@@ -65,7 +65,7 @@ static bool hold_soon(struct gm_stream *s) {
  * Markers with a pause between them are not measured. */
 static void adapt(struct gm_stream *s, uint32_t marker) {
     float ms = 0;
-    if (marker == 0 || s->period[(marker - 1) % GM_RING] != s->period[marker % GM_RING]) return;
+    if (marker == s->oldest || s->period[(marker - 1) % GM_RING] != s->period[marker % GM_RING]) return;
     if (cuda.elapsed(&ms, s->event[(marker - 1) % GM_RING], s->event[marker % GM_RING]) != CUDA_SUCCESS) return;
     uint32_t us = ms < 0.001f ? 1 : ms > 1e6f ? 1000000000 : (uint32_t)(ms * 1000), covers = s->covers[marker % GM_RING];
     uint32_t depth = AHEAD_US / us, spacing = (uint32_t)((uint64_t)MARKER_US * (covers ? covers : 1) / us), before = atomic_load(&s->spacing);
@@ -148,6 +148,36 @@ bool gm_streams_ended(struct gm_gate *gate) {
     return ended;
 }
 
+/* While launches wait for markers, one more would delay them: then theirs, or gm_passed, sets the end of the point. */
+struct gm_point gm_point_in(CUstream handle, bool per_thread) {
+    struct gm_stream *s = gm_stream_captures(handle, per_thread) ? NULL : gm_stream_of(handle, per_thread);
+    struct gm_point point = {NULL, 0};
+    if (!s || !s->gate || !hold_soon(s)) return point;
+    int mode = gm_relax();
+    if (atomic_load(&s->state) == GM_LIVE) {
+        atomic_fetch_add(&s->unmarked, 1);
+        bool recorded = record(s, atomic_load(&s->gate->busy) && !s->thread ? 1 : GM_RING - 1);
+        point = (struct gm_point){s, s->next_marker - recorded};
+    }
+    gm_unrelax(mode);
+    let_go(s);
+    return point;
+}
+bool gm_passed(struct gm_point point) {
+    struct gm_stream *s = point.stream;
+    if (!s) return true;
+    if (!hold_soon(s)) return false;
+    int mode = gm_relax();
+    if (atomic_load(&s->state) != GM_UNUSED) collect(s);
+    bool lacks = point.marker == s->next_marker && !s->thread && atomic_load(&s->state) == GM_LIVE;
+    if (lacks && !gm_stream_captures(s->handle, false)) record(s, GM_RING - 1);
+    int state = atomic_load(&s->state);
+    bool passed = state == GM_UNUSED || (state == GM_DESTROYED && s->first == s->next_marker) || (int32_t)(s->first - point.marker) > 0;
+    gm_unrelax(mode);
+    let_go(s);
+    return passed;
+}
+
 /* -- the list -------------------------------------------------------------------------------------------------------------------- */
 static struct gm_stream *find(CUstream handle, CUcontext context, uint32_t thread) {
     for (struct gm_stream *s = atomic_load(&streams); s; s = s->next)
@@ -195,7 +225,7 @@ static struct gm_stream *make(CUstream handle, CUcontext context, uint32_t threa
     s->device = device;
     s->thread = thread;
     s->gate = gate;
-    s->first = s->next_marker = 0, s->depth = 2;
+    s->first = s->oldest = s->next_marker, s->depth = 2;
     atomic_store(&s->unmarked, 0);
     atomic_store(&s->spacing, 4);
     atomic_store(&s->state, good ? GM_LIVE : GM_UNUSED);

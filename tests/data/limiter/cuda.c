@@ -200,7 +200,11 @@ static R open_context(struct ctx *c, D d) {
     return OK;
 }
 static void free_data(struct memory *m);
+static void free_reached(void);
+static void unmap_parts(P array);
 static void close_context(struct ctx *c) {
+    for (struct memory *m = memories; m; m = m->next)
+        if (m->ctx == c && (m->kind == ARRAY || m->kind == MIPMAPPED)) unmap_parts(m->at);
     gpu_lock();
     gpu_advance();
     model->context[c->slot].pid = 0;
@@ -219,6 +223,7 @@ static void close_context(struct ctx *c) {
     }
     pthread_mutex_unlock(&lock);
     c->references = 0;
+    free_reached();
 }
 API(cuDevicePrimaryCtxRetain, (V *c, D d)) {
     if (!c) return INVALID;
@@ -376,6 +381,7 @@ static void trim(struct pool *p, uint64_t keep) {
     p->reserved = want;
 }
 static void trim_default_pools(void) {
+    free_reached();
     pthread_mutex_lock(&lock);
     for (int d = 0; d < devices; d++) trim(&default_pool[d], default_pool[d].threshold);
     pthread_mutex_unlock(&lock);
@@ -458,7 +464,9 @@ static R query(struct event *x) {
 API(cuEventQuery, (V e)) {
     UNSAFE();
     spend(500);
-    return query(e);
+    R r = query(e);
+    free_reached();
+    return r;
 }
 API(cuEventSynchronize, (V e)) {
     UNSAFE();
@@ -671,8 +679,30 @@ static void free_data(struct memory *m) {
         give(m->device, 2 * MIB, DATA);
     }
 }
+/* What cuMemFreeAsync frees when the context has done `at` pieces of work. */
+static struct later { struct memory memory; struct ctx *ctx; uint64_t at; struct later *next; } *laters;
+static void free_later(struct memory m, struct stream *s) {
+    struct later *l = malloc(sizeof *l);
+    pthread_mutex_lock(&lock);
+    *l = (struct later){m, s->ctx, s->last, laters}, laters = l;
+    pthread_mutex_unlock(&lock);
+}
+static void free_reached(void) {
+    pthread_mutex_lock(&lock);
+    for (struct later **l = &laters, *x; (x = *l);) {
+        if (x->ctx->references && !done(x->ctx, x->at)) {
+            l = &x->next;
+            continue;
+        }
+        *l = x->next;
+        free_data(&x->memory);
+        free(x);
+    }
+    pthread_mutex_unlock(&lock);
+}
 static R allocate(P *at, uint64_t bytes, int kind) {
     UNSAFE();
+    free_reached();
     struct ctx *c = current();
     if (!c) return started ? BAD_CONTEXT : NOT_INITIALIZED;
     if (!at || !bytes) return INVALID;
@@ -709,6 +739,7 @@ API(cuMemGetInfo_v2, (size_t *n, size_t *total)) {
     struct ctx *c = current();
     if (!c) return started ? BAD_CONTEXT : NOT_INITIALIZED;
     if (!n || !total) return INVALID;
+    free_reached();
     gpu_lock();
     gpu_reap();
     *n = gpu_free_bytes(visible[c->device]);
@@ -751,9 +782,14 @@ API(cuArrayCreate_v2, (P *at, const struct array2 *a)) {
     struct array3 x = {a->width, a->height, 0, a->format, a->channels, 0};
     return create_array(at, &x, 1, ARRAY);
 }
-API(cuArrayDestroy, (P at)) { return release(at, ARRAY, ARRAY); }
+static R destroy_array(P at, int kind) {
+    R r = release(at, kind, kind);
+    if (!r) unmap_parts(at);
+    return r;
+}
+API(cuArrayDestroy, (P at)) { return destroy_array(at, ARRAY); }
 API(cuMipmappedArrayCreate, (P *at, const struct array3 *a, U levels)) { return create_array(at, a, levels, MIPMAPPED); }
-API(cuMipmappedArrayDestroy, (P at)) { return release(at, MIPMAPPED, MIPMAPPED); }
+API(cuMipmappedArrayDestroy, (P at)) { return destroy_array(at, MIPMAPPED); }
 struct requirements { size_t size, alignment; U reserved[4]; };
 static R requirements(struct requirements *out, P at, int kind) {
     pthread_mutex_lock(&lock);
@@ -849,6 +885,18 @@ API_PTSZ(cuMemMapArrayAsync, (struct array_map *list, U n, V stream), (list, n, 
     }
     return r;
 }
+/* What is mapped into a sparse array, ends with it. */
+static void unmap_parts(P array) {
+    for (;;) {
+        pthread_mutex_lock(&lock);
+        struct memory *m = memories;
+        while (m && (m->kind != RANGE || m->at >> 8 != array)) m = m->next;
+        P at = m ? m->at : 0;
+        pthread_mutex_unlock(&lock);
+        if (!m) return;
+        cuMemUnmap(at, 1);
+    }
+}
 API(cuMemSetAccess, (P at, size_t n, V access, size_t count)) { (void)at, (void)n, (void)access, (void)count; return OK; }
 API(cuMemRetainAllocationHandle, (P *h, P at)) {
     pthread_mutex_lock(&lock);
@@ -933,8 +981,13 @@ static R free_pooled(P at) {
 }
 API_PTSZ(cuMemFreeAsync, (P at, V stream), (at, S)) {
     if (!stream) return BAD_CONTEXT;
-    if (!free_pooled(at)) return OK;
-    return release(at, PLAIN, MANAGED);
+    struct memory m;
+    if (!at || !free_pooled(at)) return OK;
+    UNSAFE();
+    if (!removed(at, PLAIN, MANAGED, &m)) return INVALID;
+    free_later(m, stream);
+    free_reached();
+    return OK;
 }
 API(cuMemFree_v2, (P at)) { R r = release(at, PLAIN, MANAGED); return r == INVALID ? free_pooled(at) : r; }
 API(cuMemPoolTrimTo, (V p, size_t keep)) {

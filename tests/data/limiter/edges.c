@@ -105,6 +105,14 @@ static void sparse(void) {
         m[i].operation = 2;
         SAY("unmapped", cuMemMapArrayAsync(&m[i], 1, NULL));
     }
+    for (int i = 0; i < 2; i++) m[i].operation = 1;
+    SAY("created and mapped", cuMemCreate(&m[0].handle, STEP, &here, 0), cuMemCreate(&m[1].handle, STEP, &here, 0), cuMemMapArrayAsync(m, 2, NULL));
+    SAY("released", cuMemRelease(m[0].handle), cuMemRelease(m[1].handle));
+    SAY("sparse array destroyed", cuArrayDestroy(m[0].array));
+    V own;
+    R r = cuCtxCreate_v4(&own, NULL, 0, 0) || cuArray3DCreate_v2(&m[0].array, &(struct array3){64, 64, 0, 32, 1, 0x40});
+    SAY("in a context", r, cuMemCreate(&m[0].handle, STEP, &here, 0), cuMemMapArrayAsync(m, 1, NULL), cuMemRelease(m[0].handle));
+    SAY("context destroyed", cuCtxDestroy_v2(own) || cuCtxSetCurrent(context));
 }
 static V free_it(V at) { return (V)(intptr_t)cuMemFree_v2((P)(uintptr_t)at); }
 static void frees(void) {

@@ -27,6 +27,8 @@
  *   calls                       how many calls of the driver this thread has made
  *   own                         the same of the last `latency`, without the time in the driver's function
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
+ *   late STEP N OWN             cuMemFreeAsync of N times STEP behind a kernel, in a stream of its own or the default one; the result of a
+ *                               request that needs a part of them before the kernel has ended, and the bytes used afterwards
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
  *   suspend PID AFTER FOR N PAGES   what the agent does with a container of one process after AFTER ms, when N threads work, until FOR ms
  *                               later (0: until it asks); whether it asked, and its state while it was suspended
@@ -339,6 +341,13 @@ static R launch(enum way way, V kernel, V stream) {
 }
 static struct { const struct job *job; N ms; int tenants, threads; } task;
 struct worker { pthread_t thread; int own_stream; R r; N gpu_ns, ns; };
+/* From now on only waiting takes time of the model clock. */
+static void enter(int tenants, int idle_threads) {
+    if (!model_enter) return;
+    do usleep(2000); /* until the limiter's thread takes part in the model clock too; a main thread that joins others does not */
+    while (model_threads() + idle_threads < own_threads());
+    model_enter(tenants);
+}
 static V work_in_thread(V worker) {
     struct worker *w = worker;
     const struct job *j = task.job;
@@ -351,11 +360,7 @@ static V work_in_thread(V worker) {
         r = r || cuStreamEndCapture(stream, &graph) || cuGraphInstantiateWithFlags(&kernel, graph, 0);
     }
     r = r || launch(KERNEL, warm, stream) || cuStreamSynchronize(stream);
-    if (model_enter) {
-        do usleep(2000); /* until the limiter's thread takes part in the model clock too; a main thread that joins others does not */
-        while (model_threads() + (task.threads > 1) < own_threads());
-        model_enter(task.tenants);
-    }
+    enter(task.tenants, task.threads > 1);
     N begun = now(), rounds = 0;
     if (!strcmp(j->what, "giant")) r = launch(KERNEL, launched("work_10000000000"), stream);
     for (; !r && now() - begun < task.ms * 1000000; w->gpu_ns += j->each * j->batch * j->nodes) {
@@ -422,6 +427,23 @@ static R child_launches(void) {
     }
     R r = 0;
     waitpid(child, &r, 0);
+    return r;
+}
+static R frees_late(N step, int number, int own_stream, N *before, N *used) {
+    static P at[1000];
+    P other;
+    V stream = NULL, kernel = launched("work_1000000000");
+    size_t n = 0, total = 0;
+    R r = own_stream ? cuStreamCreate(&stream, 1) : 0;
+    r = r || launch(KERNEL, launched("work_1000"), stream) || cuStreamSynchronize(stream);
+    enter(1, 0);
+    for (int i = 0; i < number && !r; i++) r = cuMemAlloc(&at[i], (size_t)step);
+    r = r || cuMemGetInfo(&n, &total) || launch(KERNEL, kernel, stream);
+    for (int i = 0; i < number && !r; i++) r = cuMemFreeAsync(at[i], stream);
+    *before = r ? r : cuMemAlloc(&other, n + 1);
+    r = r || cuStreamSynchronize(stream) || cuMemAlloc(&other, n + 1) || cuMemFree(other) || cuMemGetInfo(&n, &total);
+    *used = (N)(total - n);
+    if (model_leave) model_leave();
     return r;
 }
 static V launches_until(V end) {
@@ -764,6 +786,11 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
         else if (!strcmp(word, "retains")) x = retains((int)a, (int)b, &r);
         else if (!strcmp(word, "captured")) r = captured(name, (int)b, &x);
+        else if (!strcmp(word, "late")) {
+            int own = 0;
+            sscanf(line, "%*s %*d %*d %d", &own);
+            r = frees_late(a, (int)b, own, &x, &y);
+        }
         else if (!strcmp(word, "pools")) r = pools(a);
         else if (!strcmp(word, "cancels")) x = cancels((int)a, &r);
         else if (!strcmp(word, "passing")) x = passing((int)a, &r);

@@ -169,6 +169,20 @@ def test_a_pool_that_grows_in_two_threads_is_charged_what_it_has(node: Node, tmp
     assert node.used_bytes() == container.reserved_bytes()
 
 
+@pytest.mark.parametrize(("lookup", "own_stream"), [("proc", 0), ("proc", 1), ("stream", 0), ("stream", 1)])
+@pytest.mark.parametrize(
+    ("step", "number", "share"), [(100 * MIB, 3, 0), (6 * MIB, 200, 0), (6 * MIB, 200, 50), (65_536, 200, 0)]
+)
+def test_what_a_stream_has_yet_to_free_stays_charged(
+    node: Node, tmp_path: Path, step: int, number: int, share: int, lookup: str, own_stream: int
+) -> None:
+    container = Container(tmp_path / "a", _LIMIT, share_percent=share)
+    tenant = node.start(container, lookup, clock=True)
+    assert tenant.ask("init 0")[0] == 0
+    assert tenant.ask(f"late {step} {number} {own_stream}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
+    assert container.by_kind() == {"context": CONTEXT_BYTES}
+
+
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
 def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_path: Path, when: str) -> None:
     container = Container(tmp_path / "a", _LIMIT)
