@@ -148,21 +148,21 @@ int gm_reap_slots(void) {
     return freed;
 }
 
-/* A slot that already has this pid is from before an exec, or a dead process had the pid. It is freed; or taken again, if that is not sure. */
+/* A slot that already has this pid is from before an exec, or a dead process had the pid. It is freed; or taken again, if that is not sure.
+ * The next slots come first: the agent may be emptying this one, which takes it some microseconds. */
 static void claim_slot(void) {
     struct stat_fields self = stat_of("self");
     uint64_t own = pid_namespace(), stack = self.pid == process.pid ? self.stack : 0;
-    uint32_t index = GM_SLOTS;
-    bool ended = false;
+    uint32_t index = GM_SLOTS, next = 0;
     for (uint32_t i = 0, n = (uint32_t)gm_slots(); i < n && index == GM_SLOTS; i++) {
         struct gm_use_slot *s = &process.use->slot[i];
         if (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) != process.pid || s->pid_namespace != own) continue;
-        if (s->state && s->gpu->stack && stack && s->gpu->stack != stack) ended = true;
+        if (s->state && s->gpu->stack && stack && s->gpu->stack != stack) next = i + 1;
         else index = i;
     }
-    if (ended) gm_reap_slots();
-    for (uint32_t i = 0; i < GM_SLOTS && index == GM_SLOTS; i++) {
-        uint32_t none = 0;
+    if (next) gm_reap_slots();
+    for (uint32_t tried = 0; tried < GM_SLOTS && index == GM_SLOTS; tried++) {
+        uint32_t none = 0, i = (next + tried) % GM_SLOTS;
         if (__atomic_compare_exchange_n(&process.use->slot[i].pid, &none, process.pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) index = i;
     }
     process.slot_index = index;

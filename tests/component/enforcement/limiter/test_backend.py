@@ -301,6 +301,28 @@ async def test_a_slot_that_its_process_takes_anew_after_an_exec_is_not_freed(pla
         files.close()
 
 
+async def test_a_process_that_executes_while_the_agent_frees_its_slot_has_a_slot_afterwards(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent compares and empties a slot in several steps."""
+    await place.start()
+    with place.tenant() as tenant:
+        files = PageFiles.open(place.page("limits").parent)
+        (slot,), write = files.slots(), files.use.write
+
+        def execute_first(offset: int, data: bytes) -> None:
+            monkeypatch.setattr(files.use, "write", write)
+            tenant.send("exec")
+            assert tenant.ask("init 0")[0] == 0
+            write(offset, data)
+
+        monkeypatch.setattr(files.use, "write", execute_first)
+        files.free(slot)
+        (left,) = files.slots()
+        assert (left.pid, left.stack != slot.stack) == (slot.pid, True)
+        files.close()
+
+
 async def test_the_slot_of_a_zombie_is_freed(place: Place) -> None:
     await place.start()
     with place.tenant() as tenant:
