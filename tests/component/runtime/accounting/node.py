@@ -293,10 +293,19 @@ class Node:
     def frees(self, *allocations: AllocationId) -> None:
         self.agent_state.ledger = self.agent_state.ledger.free(allocations)
 
-    async def sampled(self, node: NodeSample, *, after_seconds: float = 1.0, gone: Collection[int] = ()) -> None:
-        self.clock.now += after_seconds
+    async def start(self, allocation: Allocation) -> asyncio.Task[None]:
+        """Begins the start of this container, which may wait for memory."""
+        begun = asyncio.create_task(self.memory_watcher.bursts.make_room(allocation))
+        await breathe()
+        return begun
+
+    async def sampled(self, node: NodeSample, *, times: int = 1, after_seconds: float = 1.0, gone: Collection[int] = ()) -> None:
+        """Evaluations of this sample, one a second; tasks that wait for them have run at the end."""
         pids = {process.pid for gpu in node.gpus.values() for process in gpu.processes or ()}
-        await self.memory_watcher.evaluate(node, started(pids - set(gone)))
+        for _ in range(times):
+            self.clock.now += after_seconds
+            await self.memory_watcher.evaluate(node, started(pids - set(gone)))
+            await breathe()
 
 
 def started(pids: Collection[int]) -> Mapping[int, int]:
@@ -305,5 +314,5 @@ def started(pids: Collection[int]) -> Mapping[int, int]:
 
 async def breathe() -> None:
     """Lets tasks that are ready run."""
-    for _ in range(10):
+    for _ in range(200):
         await asyncio.sleep(0)

@@ -1,6 +1,5 @@
 """Bursts on a node of two GPUs with 2 GiB each: the limits that reach the mechanisms, what counts as used, and starts of others."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -151,8 +150,7 @@ async def test_containers_that_share_a_claim_have_the_highest_of_their_limits() 
         node.pods.views[namespace, name] = PodView(
             namespace=namespace, name=name, uid=uid, claims=used, memory_limits=tuple(sizes.items())
         )
-    for _ in range(3):
-        await node.sampled(uses(a=513))
+    await node.sampled(uses(a=513), times=3)
     assert limits(node) == {"a": 1280}
     (entry,) = node.told
     assert (entry.pod, entry.pod_uid, entry.container) == (TRAIN, "uid-t", "main")
@@ -183,11 +181,9 @@ async def test_what_a_container_holds_counts_until_its_pod_is_known() -> None:
 async def test_before_a_container_starts_others_get_no_more_than_they_use() -> None:
     node = bursting()
     await node.sampled(uses(a=1024))
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     await node.sampled(uses(a=1024))
     assert limits(node) == {"a": 1024}
-    await breathe()
     assert not start.done(), "that sample is older than the lower limit"
     await node.sampled(uses(a=1024))
     await start
@@ -201,19 +197,16 @@ async def test_a_sample_from_before_slow_backends_lowered_the_limits_does_not_co
     await node.sampled(uses(a=512))
     node.set_timeout(0.05)
     node.backends.ready.clear()
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     await node.sampled(uses(a=512))
     node.backends.ready.set()
     await breathe()
     assert limits(node) == {"a": 512}, "now, after the sample that the next evaluation may have"
     node.backends.ready.clear()
     await node.sampled(uses(a=512))
-    await breathe()
     assert not start.done()
     node.backends.ready.set()
     await node.sampled(uses(a=1200))
-    await breathe()
     assert start.done()
     with pytest.raises(Refusal, match=r"team/web \(main\) holds 688 MiB above its request"):
         await start
@@ -225,11 +218,9 @@ async def test_a_start_waits_for_a_limit_that_the_driver_refuses_and_is_refused_
     node = bursting()
     node.backends.obstacles = {"a": "the driver reports 0/1792 MiB", "t": "no other container"}
     await node.sampled(uses(a=512))
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     for _ in range(3):
         await node.sampled(uses(a=512))
-        await breathe()
         assert not start.done()
     monkeypatch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
     with pytest.raises(Refusal) as refusal:
@@ -240,7 +231,6 @@ async def test_a_start_waits_for_a_limit_that_the_driver_refuses_and_is_refused_
     )
     node.backends.obstacles = {"t": "no other container"}
     await node.sampled(uses(a=512))
-    await breathe()
     assert not start.done(), "that sample is older than the lower limit"
     await node.sampled(uses(a=512))
     await start
@@ -249,10 +239,8 @@ async def test_a_start_waits_for_a_limit_that_the_driver_refuses_and_is_refused_
 async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder() -> None:
     node = bursting()
     node.holds(T)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    for _ in range(3):
-        await breathe()
-        await node.sampled(uses(a=1200))
+    start = await node.start(T)
+    await node.sampled(uses(a=1200), times=3)
     with pytest.raises(Refusal) as refusal:
         await start
     assert str(refusal.value) == (
@@ -263,10 +251,8 @@ async def test_a_start_without_its_memory_is_refused_with_the_name_of_the_holder
     with pytest.raises(Refusal, match="holds 688 MiB above its request"):
         await node.memory_watcher.bursts.make_room(T)  # at once, since no limit can allow more
     await node.sampled(uses(a=900))
-    again = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    for _ in range(3):
-        await breathe()
-        await node.sampled(uses(a=900))
+    again = await node.start(T)
+    await node.sampled(uses(a=900), times=3)
     await again
 
 
@@ -276,8 +262,7 @@ async def test_a_holder_within_the_tolerance_of_the_limit_prevents_no_start() ->
     node.memory_watcher.apply(replace(rule(allowed=True), over_limit_slack_mebibytes=200))
     node.holds(T)
     for used, starts in ((712, True), (713, False)):
-        for _ in range(2):
-            await node.sampled(replace_used(uses(a=used), 1100))
+        await node.sampled(replace_used(uses(a=used), 1100), times=2)
         if starts:
             await node.memory_watcher.bursts.make_room(T)
             continue
@@ -294,8 +279,7 @@ def replace_used(sample: NodeSample, mebibytes: int) -> NodeSample:
 async def test_a_start_that_has_a_part_of_its_memory_needs_the_rest() -> None:
     """The container was started again, and a process of its first start is still there."""
     node = bursting(A, T)
-    for _ in range(2):
-        await node.sampled(uses(a=1024, t=256))
+    await node.sampled(uses(a=1024, t=256), times=2)
     await node.memory_watcher.bursts.make_room(T)
 
 
@@ -307,10 +291,8 @@ async def test_a_holder_that_ended_after_the_last_sample_is_no_obstacle(monkeypa
         """While the sample is evaluated."""
         node.frees("a")
 
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     await node.sampled(uses(a=1200))
-    await breathe()
     monkeypatch.setattr(node.agent_state, "change_inventory", end)
     await node.sampled(uses(a=1200))
     await start
@@ -328,13 +310,10 @@ async def test_a_start_waits_for_nothing_where_nobody_bursts() -> None:
 async def test_what_an_earlier_agent_let_a_container_have_is_lowered_and_counted() -> None:
     """The annotation was removed while no agent ran: the former limit is in force until the first evaluation has ended."""
     node = bursting(A, T, limit=None)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     await node.sampled(uses(a=600, t=0))
-    await breathe()
     assert (held(node), limits(node)["a"], start.done()) == ({GPU: 88}, 512, False)
     await node.sampled(uses(a=1536, t=0))
-    await breathe()
     assert (held(node), start.done()) == ({GPU: 1024}, True), "it grew before its limit was lowered"
     with pytest.raises(
         Refusal, match=r"lacks .* MiB of memory for the container: team/web .main. holds 1024 MiB above its request"
@@ -349,8 +328,7 @@ async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force
     containers, node.runtime.containers = node.runtime.containers, []
     node.runtime.answers.clear()
     node.set_timeout(0.01)
-    for _ in range(3):
-        await node.sampled(uses(a=512))
+    await node.sampled(uses(a=512), times=3)
     with monkeypatch.context() as patch:
         patch.setattr("gpumgr.runtime.bursts._ROOM_SECONDS", 0.01)
         await node.memory_watcher.bursts.make_room(T)
@@ -364,23 +342,20 @@ async def test_before_the_runtime_has_listed_the_containers_no_limit_is_in_force
         await node.sampled(uses(a=512))
     node.runtime.containers = containers
     node.runtime.answers.set()
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
+    start = await node.start(T)
     for done in (False, True):
-        await breathe()
         await node.sampled(uses(a=512))
-        await breathe()
         assert start.done() is done
     await start
 
 
 async def test_memory_above_the_ids_counts_though_the_setting_was_switched_off_with_the_restart() -> None:
     node = bursting(A, T, limit=None, allowed=False)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(replace(T, id="new")))
+    start = await node.start(replace(T, id="new"))
     await start  # the first sample shows it
     await node.sampled(uses(a=1536, t=0))
     assert (held(node), limits(node)["a"]) == ({GPU: 1024}, 512)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    await breathe()
+    start = await node.start(T)
     assert not start.done(), "its former limit may be in force"
     await node.sampled(uses(a=1540, t=0))
     with pytest.raises(
@@ -396,13 +371,11 @@ async def test_memory_above_the_ids_counts_though_the_setting_was_switched_off_w
 async def test_a_start_waits_for_the_limit_of_an_earlier_agent_though_the_setting_was_switched_off() -> None:
     """No sample was read yet, and the annotation is still there."""
     node = bursting(A, T, allowed=False)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(replace(T, id="new")))
+    start = await node.start(replace(T, id="new"))
     for done in (False, True):
-        await breathe()
         assert start.done() is done
         await node.sampled(uses(a=100, t=0))
         await node.sampled(uses(a=100, t=0))
-        await breathe()
     await start
 
 
@@ -415,20 +388,15 @@ async def test_limits_that_are_not_lowered_in_time_refuse_the_start(monkeypatch:
 async def test_a_start_waits_until_the_limit_of_an_ended_burst_is_not_in_force() -> None:
     """The annotation is gone and the memory is free, but slow backends have not lowered the limit yet."""
     node = bursting()
-    for _ in range(2):
-        await node.sampled(uses(a=512))
+    await node.sampled(uses(a=512), times=2)
     node.set_timeout(0.01)
     node.backends.ready.clear()
     demand(node, None)
     await node.sampled(uses(a=512))
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(T))
-    for _ in range(2):
-        await node.sampled(uses(a=512))
-        await breathe()
+    start = await node.start(T)
+    await node.sampled(uses(a=512), times=2)
     assert not start.done()
     node.backends.ready.set()
-    for _ in range(4):
-        await breathe()
-        await node.sampled(uses(a=512))
+    await node.sampled(uses(a=512), times=4)
     await start
     await node.memory_watcher.bursts.make_room(T)  # at once

@@ -60,8 +60,7 @@ async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> No
         node.pods.views[pod] = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", claims=uses)
     node.runs(container("a", WEB), 10, 11)
     node.runs(container("t", TRAIN), 20, 21)
-    for _ in range(4):
-        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT // 2}, {}))
+    await node.sampled(sample({11: LIMIT // 2, 21: LIMIT // 2}, {}), times=4)
     assert not node.use.unattributed
     assert node.use.containers["a", GPU0].processes == {11: LIMIT // 2, 21: LIMIT // 2}
     assert not node.memory_watcher.over
@@ -69,8 +68,7 @@ async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> No
     assert {each.id for each in running.containers} == {"a0" * 32, "t0" * 32}
     assert running.pids == (10, 11, 20, 21)
     assert running.gpu_pids == {11, 21}
-    for _ in range(4):
-        await node.sampled(sample({11: LIMIT // 2, 21: LIMIT}, {}))
+    await node.sampled(sample({11: LIMIT // 2, 21: LIMIT}, {}), times=4)
     assert node.memory_watcher.over == {("a", GPU0)}
 
 
@@ -132,8 +130,7 @@ async def test_unreadable_cgroups_are_reported_once_and_processes_are_looked_up_
     node.runtime.cgroups_broken = True
     node.runtime.elsewhere[11] = container("a", WEB)
     with capture_logs() as logs:
-        for _ in range(3):
-            await node.sampled(sample({11: 5}, {}))
+        await node.sampled(sample({11: 5}, {}), times=3)
     assert [entry["event"] for entry in logs] == ["container_processes_unknown"]
     assert node.use.containers["a", GPU0].memory_bytes == 5
 
@@ -166,15 +163,13 @@ async def test_a_record_without_a_limit_of_ours_can_not_be_over(record: str) -> 
     node = Node(replace(share(), anonymous=True) if record == "of gpu-manager" else without)
     assert node.memory_watcher.needs_process_utilization() == (record != "of gpu-manager")
     node.runs(container("a", WEB), 11)
-    for _ in range(5):
-        await node.sampled(sample({11: 10 * LIMIT}, {}))
+    await node.sampled(sample({11: 10 * LIMIT}, {}), times=5)
     assert not node.memory_watcher.over
 
 
 async def test_ended_containers_are_no_longer_observed() -> None:
     node = sharing()
-    for _ in range(3):
-        await node.sampled(sample({11: LIMIT + 1}, {}))
+    await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     assert node.memory_watcher.over == {("a", GPU0)}
     node.frees("a")
     assert not node.use.containers
@@ -188,8 +183,7 @@ async def test_ended_containers_are_no_longer_observed() -> None:
 async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> None:
     node = sharing()
     with capture_logs() as logs:
-        for _ in range(5):
-            await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}))
+        await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}), times=5)
     assert node.memory_watcher.over == {("a", GPU0)}
     assert node.meter.over == 1
     (told,) = node.told
@@ -207,8 +201,7 @@ async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
     parts = {GPU0: Amounts(20, 256), GPU1: Amounts(70, 512)}
     node = Node(Allocation(id="a", pod=WEB, uid="uid-a", container="main", gpus=parts, mechanisms=("hami-core",)))
     node.runs(container("a", WEB), 11, 12)
-    for _ in range(3):
-        await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}))
+    await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}), times=3)
     assert node.memory_watcher.over == {("a", GPU0)}
     assert [told.gpus for told in node.told] == [(GPU0,)]
     ((running, _),) = node.backends.seen[0][1]
@@ -220,8 +213,7 @@ async def test_the_return_below_the_limit_is_reported_too_and_each_crossing_has_
     node = sharing()
     with capture_logs() as logs:
         for used in (LIMIT + 1, LIMIT, LIMIT + 5 * MIB, LIMIT, LIMIT + 300 * MIB, LIMIT):
-            for _ in range(3):
-                await node.sampled(sample({11: used}, {}))
+            await node.sampled(sample({11: used}, {}), times=3)
     assert not node.memory_watcher.over
     assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"] * 3
     assert (node.meter.over, len(node.told), len({told.why for told in node.told})) == (3, 3, 1)
@@ -229,8 +221,7 @@ async def test_the_return_below_the_limit_is_reported_too_and_each_crossing_has_
 
 async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() -> None:
     node = sharing(evict=True)
-    for _ in range(60):
-        await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60)
+    await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60, times=60)
     assert list(node.publisher.wanted) == ["uid-a"]
     assert node.publisher.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
     assert node.meter.evictions == 1
@@ -245,8 +236,7 @@ async def test_a_user_of_a_claim_whose_first_user_has_ended_is_evicted() -> None
     uses = (ClaimUse(container="main", claim="c"),)
     node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", claims=uses)
     node.runs(container("t", TRAIN), 20, 21)
-    for _ in range(4):
-        await node.sampled(sample({21: 2 * LIMIT}, {}))
+    await node.sampled(sample({21: 2 * LIMIT}, {}), times=4)
     assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(TRAIN, "uid-t")]
     assert {(entry.pod, entry.pod_uid) for entry in node.told} == {(TRAIN, "uid-t")}
 
@@ -256,11 +246,9 @@ async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() 
     node.runs(container("a", WEB), 11)
     node.runs(container("b", TRAIN), 21)
     both = sample({11: LIMIT + 1, 21: LIMIT + 1}, {})
-    for _ in range(3):
-        await node.sampled(both)
+    await node.sampled(both, times=3)
     assert [uid for _, uid, _ in node.publisher.evictions] == ["uid-a", "uid-b"]
-    for _ in range(2):
-        await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
+    await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}), times=2)
     assert node.publisher.withdrawn == []
     await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
     assert node.publisher.withdrawn == ["uid-a"]
@@ -271,8 +259,7 @@ async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() 
 
 async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes() -> None:
     node = sharing(evict=True)
-    for _ in range(3):
-        await node.sampled(sample({11: LIMIT + 1}, {}))
+    await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     node.memory_watcher.apply(EnforcementSettings(over_limit_samples=3, over_limit_slack_mebibytes=0))
     await node.sampled(sample({11: LIMIT + 1}, {}))
     assert node.publisher.withdrawn == ["uid-a"]
@@ -281,8 +268,7 @@ async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes()
 async def test_without_an_api_server_no_pod_is_evicted() -> None:
     node = sharing(evict=True, standalone=True)
     with capture_logs() as logs:
-        for _ in range(3):
-            await node.sampled(sample({11: LIMIT + 1}, {}))
+        await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
     assert node.meter.evictions == 0
     assert [told.code for told in node.told] == ["GpuMemoryOverLimit"]
@@ -291,8 +277,7 @@ async def test_without_an_api_server_no_pod_is_evicted() -> None:
 async def test_the_uid_comes_from_the_runtime_where_the_ledger_has_none() -> None:
     node = Node(replace(share(), uid=None), evict=True)
     node.runs(container("a", WEB), 11)
-    for _ in range(3):
-        await node.sampled(sample({11: LIMIT + 1}, {}))
+    await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(WEB, "uid-a")]
 
 
@@ -349,8 +334,7 @@ async def test_a_finding_is_reported_once_and_repaired_afterwards() -> None:
     node = sharing()
     node.backends.findings = [finding("tampered"), finding("broken"), finding(of="z")]  # the last one's has ended
     with capture_logs() as logs:
-        for _ in range(3):
-            await node.sampled(sample({}, {}))
+        await node.sampled(sample({}, {}), times=3)
     assert node.meter.findings == [("hami-core", "tampered"), ("hami-core", "broken")]
     assert [(told.pod_uid, told.code, told.why) for told in node.told] == [
         ("uid-a", "GpuLimitTampered", "it was tampered"),
@@ -384,8 +368,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts()
     await node.sampled(sample({11: 1}, {21: 1}))
     node.runtime.answers.clear()
     node.set_timeout(0.05)
-    for _ in range(3):
-        await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
+    await node.sampled(sample({11: 2}, {21: 2, 22: 3}), times=3)
     assert node.use.containers["a", GPU0].memory_bytes == 2
     assert node.use.containers["t", name_of(1)].memory_bytes == 2
     assert node.use.unknown == {(name_of(1), 22)}

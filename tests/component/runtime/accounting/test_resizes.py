@@ -94,8 +94,7 @@ async def test_what_was_shrunk_serves_others_and_never_the_kubelet() -> None:
     await node.sampled(uses(a=256, t=0))
     assert (limits(node)["a"], offered(node)) == ((10, 256), (20, 2))
     ask(node, "t", TRAIN, wants(90, 1792))
-    for _ in range(3):
-        await node.sampled(uses(a=256, t=0))
+    await node.sampled(uses(a=256, t=0), times=3)
     assert (limits(node), offered(node)) == ({"a": (10, 256), "t": (90, 1792)}, (0, 0))
     ask(node, "a", WEB, wants(50, 256))
     await node.sampled(uses(a=256, t=0))
@@ -125,14 +124,11 @@ async def test_growth_waits_until_a_lower_limit_of_memory_is_in_force() -> None:
     await node.sampled(uses(a=0, t=1024))
     before = granted()
     ask(node, "t", TRAIN, wants(mebibytes=1792))
-    for _ in range(3):
-        await node.sampled(uses(a=0, t=1024))
+    await node.sampled(uses(a=0, t=1024), times=3)
     assert granted() == before, "the mechanism has not lowered the limit of the other yet"
     node.backends.ready.set()
     await breathe()
-    for _ in range(4):
-        await node.sampled(uses(a=0, t=1024))
-        await breathe()
+    await node.sampled(uses(a=0, t=1024), times=4)
     assert granted() == 1792
 
 
@@ -145,8 +141,7 @@ async def test_growth_waits_for_a_runtime_that_answers_late_after_a_restart() ->
     node.runtime.answers.clear()
     ask(node, "a", WEB, wants(mebibytes=256))
     ask(node, "t", TRAIN, wants(mebibytes=1792))
-    for _ in range(3):
-        await node.sampled(uses(a=100, t=0))
+    await node.sampled(uses(a=100, t=0), times=3)
     assert node.agent_state.ledger.allocations["t"].resize is None
     (entry,) = node.told
     assert (entry.code, entry.pod, entry.why) == (
@@ -156,9 +151,7 @@ async def test_growth_waits_for_a_runtime_that_answers_late_after_a_restart() ->
         "runtime has not listed it yet",
     )
     node.runtime.answers.set()
-    for _ in range(4):
-        await breathe()
-        await node.sampled(uses(a=100, t=0))
+    await node.sampled(uses(a=100, t=0), times=4)
     assert limits(node) == {"a": (50, 256), "t": (30, 1792)}
 
 
@@ -168,23 +161,19 @@ async def test_less_memory_waits_for_it_too_since_what_is_in_use_is_not_known() 
     node.runtime.answers.clear()
     containers, node.runtime.containers = node.runtime.containers, []
     ask(node, "a", WEB, wants(mebibytes=256))
-    for _ in range(3):
-        await node.sampled(uses(a=100))
+    await node.sampled(uses(a=100), times=3)
     assert node.agent_state.ledger.allocations["a"].resize is None
     assert [entry.code for entry in node.told] == ["GpuResizeWaits"]
     node.runtime.containers = containers
     node.runtime.answers.set()
-    for _ in range(4):
-        await breathe()
-        await node.sampled(uses(a=100))
+    await node.sampled(uses(a=100), times=4)
     assert limits(node) == {"a": (50, 256)}
 
 
 async def test_a_request_is_decided_once() -> None:
     node = node_with(A, T)
     ask(node, "a", WEB, wants(99))
-    for _ in range(3):
-        await node.sampled(uses(a=1, t=0))
+    await node.sampled(uses(a=1, t=0), times=3)
     assert len(told(node)) == 1
     node.frees("t")
     await node.sampled(uses(a=1))
@@ -210,8 +199,7 @@ async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
     node.agent_state.checkpoint.full = True
     ask(node, "a", WEB, wants(20))
     with capture_logs() as logs:
-        for _ in range(3):
-            await node.sampled(uses(a=1))
+        await node.sampled(uses(a=1), times=3)
     assert (limits(node), told(node)) == ({"a": (50, 512)}, [])
     assert [each["event"] for each in logs] == ["resize_not_saved"]
     node.agent_state.checkpoint.full = False
@@ -339,8 +327,7 @@ async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b1111_1100, cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)
-    for _ in range(3):
-        await sampled(node, uses(a=500, t=100))
+    await sampled(node, uses(a=500, t=100), times=3)
     assert node.agent_state.suspensions["a"].state == "suspended"
     ask(node, "t", TRAIN, wants(mebibytes=2049))
     await sampled(node, uses(t=100))
@@ -354,12 +341,10 @@ async def test_memory_of_a_suspended_container_serves_growth_and_its_resume_gets
     await sampled(node, uses(t=1800))
     assert (limits(node)["t"], node.memory_watcher.over) == ((2, 2048), frozenset())
     ask(node, "a", WEB, suspend=False)
-    for _ in range(3):
-        await sampled(node, uses(t=1800))
+    await sampled(node, uses(t=1800), times=3)
     assert limits(node)["t"] == (2, 1800), "the memory in use is never taken"
     assert node.agent_state.suspensions["a"].reason == f"it waits for 264 MiB of GPU {GPU}, used by team/train (main) (1800 MiB)"
-    for _ in range(3):
-        await sampled(node, uses(t=1500))
+    await sampled(node, uses(t=1500), times=3)
     assert (node.agent_state.suspensions, limits(node)["t"]) == ({}, (2, 1536))
 
 
@@ -370,8 +355,7 @@ async def test_growth_waits_for_a_container_that_is_being_resumed(monkeypatch: p
     ask(node, "a", WEB, memory_limits=(("main", 900),))
     known = Suspension(state="resuming", processes=((PIDS["a"], 110),), memory_bytes={GPU: 900 * MIB}, asked_at=7.0)
     node.agent_state.suspensions, node.mover.answers = {"a": known}, [None]
-    for _ in range(2):
-        await node.sampled(uses(a=0, t=100))
+    await node.sampled(uses(a=0, t=100), times=2)
     ask(node, "t", TRAIN, wants(mebibytes=1300))
     await node.sampled(uses(a=0, t=100))
     assert not told(node)
@@ -391,15 +375,11 @@ async def test_a_start_waits_until_what_was_given_back_is_no_limit_in_force() ->
     await node.sampled(uses(a=0, t=0))
     new = share("b", ("team", "new"), 0b1100_0000, cores=1 << 90)
     node.holds(new)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(new))
-    for _ in range(2):
-        await node.sampled(uses(a=0, t=0))
-        await breathe()
+    start = await node.start(new)
+    await node.sampled(uses(a=0, t=0), times=2)
     assert not start.done()
     node.backends.ready.set()
-    for _ in range(4):
-        await breathe()
-        await node.sampled(uses(a=0, t=0))
+    await node.sampled(uses(a=0, t=0), times=4)
     await start
 
 
@@ -410,8 +390,7 @@ async def test_a_client_of_mps_is_told_that_programs_that_run_keep_their_limits_
     monkeypatch.setattr(asyncio, "to_thread", inline)
     node = with_driver(node_with(A, share("t", TRAIN, 0b0111_1100, "mps", cores=0b11 << 50)))
     ask(node, "a", WEB, suspend=True)
-    for _ in range(3):
-        await sampled(node, uses(a=500, t=100))
+    await sampled(node, uses(a=500, t=100), times=3)
     ask(node, "t", TRAIN, wants(mebibytes=1536))
     await sampled(node, uses(t=100))
     assert told(node)[-1].endswith("before 2 cores and 1280 MiB; programs that run keep the limits with which they started (MPS)")
@@ -431,8 +410,7 @@ KEPT = "its process 11 keeps the limit with which it started"
 async def starts_at_once(node: Node, new: Allocation = NEW) -> bool:
     """Whether this container, which is on free ids of GPU 0, starts without a further sample."""
     node.holds(new)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(new))
-    await breathe()
+    start = await node.start(new)
     if not start.done():
         start.cancel()
         return False
@@ -445,20 +423,17 @@ async def test_a_start_does_not_wait_for_a_container_that_was_shrunk_and_whose_p
     node = node_with(A)
     ask(node, "a", WEB, wants(mebibytes=256))
     node.backends.obstacles = {"a": KEPT}
-    for _ in range(3):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=3)
     assert limits(node)["a"] == (50, 256)
     assert await starts_at_once(node)
 
 
 async def test_a_start_does_not_wait_for_a_container_whose_resize_was_refused() -> None:
     node = node_with(A)
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     ask(node, "a", WEB, ResizeRequest(problem="it is no JSON"))
     node.backends.obstacles = {"a": "its pages can't be used"}
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     assert told(node)[-1].endswith("it is no JSON")
     assert await starts_at_once(node)
 
@@ -467,15 +442,13 @@ async def test_a_start_waits_only_while_a_limit_above_the_ids_is_in_force(monkey
     """The program was started with 1024 MiB, and its container holds ids of 512 MiB."""
     node = node_with(A)
     ask(node, "a", WEB, wants(mebibytes=1024))
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     assert await starts_at_once(node), "the ledger has what it may use"
     node.frees("b")
     node.backends.obstacles = {"a": KEPT}
     for mebibytes in (512, 256):
         ask(node, "a", WEB, wants(mebibytes=mebibytes))
-        for _ in range(3):
-            await node.sampled(uses(a=200))
+        await node.sampled(uses(a=200), times=3)
         assert not await starts_at_once(node, REST)
         assert await starts_at_once(node), "there is room even if the program takes all that it may"
     node.holds(REST)
@@ -487,12 +460,10 @@ async def test_a_start_waits_only_while_a_limit_above_the_ids_is_in_force(monkey
         "the kubelet tries again by itself"
     )
     node.backends.obstacles = {}
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     assert await starts_at_once(node, REST)
     node.backends.obstacles = {"a": KEPT}
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     assert await starts_at_once(node, REST), "no limit above the ids is left"
 
 
@@ -507,10 +478,9 @@ async def test_after_a_restart_a_start_waits_only_until_the_limits_are_set_once(
     node.backends.obstacles, node.backends.kept = {"a": KEPT}, {"a": 512 * MIB}
     assert not await starts_at_once(node), "a limit from before the resize may be in force"
     node.holds(NEW)
-    start = asyncio.create_task(node.memory_watcher.bursts.make_room(NEW))
+    start = await node.start(NEW)
     for done in (False, True):
         await node.sampled(uses(a=300))
-        await breathe()
         assert start.done() is done
     await start
     assert await starts_at_once(node)
@@ -526,8 +496,7 @@ async def test_after_a_restart_a_start_waits_for_programs_that_keep_a_limit_abov
         await first.sampled(uses(a=200))
     node = node_with(first.agent_state.ledger.allocations["a"])
     node.backends.obstacles, node.backends.kept = {"a": KEPT}, {"a": 1024 * MIB}
-    for _ in range(3):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=3)
     assert await starts_at_once(node), "there is room even if the program takes all that it may"
     node.frees("b")
     node.holds(REST)
@@ -535,8 +504,7 @@ async def test_after_a_restart_a_start_waits_for_programs_that_keep_a_limit_abov
     with pytest.raises(Refusal, match=f"were not lowered within 0.01 s: team/web .main.: {KEPT}; the kubelet"):
         await node.memory_watcher.bursts.make_room(REST)
     node.backends.obstacles, node.backends.kept = {}, {}
-    for _ in range(2):
-        await node.sampled(uses(a=200))
+    await node.sampled(uses(a=200), times=2)
     assert await starts_at_once(node, REST)
 
 
@@ -544,8 +512,7 @@ async def test_a_burst_can_not_take_the_memory_that_a_growing_container_gets() -
     """It may take all that is free until its limit is lower, also after the sample by which the growth is decided."""
     node = node_with(A, share("t", TRAIN, 0b0011_1100, cores=0b11 << 50), burst=True)
     ask(node, "t", TRAIN, memory_limits=(("main", 2048),))
-    for _ in range(2):
-        await node.sampled(uses(a=100, t=100))
+    await node.sampled(uses(a=100, t=100), times=2)
     assert limits(node)["t"][1] == 1536, "what is not granted to the other one"
     ask(node, "a", WEB, wants(mebibytes=1024))
     await node.sampled(uses(a=100, t=100))
@@ -555,8 +522,7 @@ async def test_a_burst_can_not_take_the_memory_that_a_growing_container_gets() -
     ask(node, "a", WEB, wants(mebibytes=1024, at="again"))
     await node.sampled(uses(a=100, t=1000))
     assert limits(node)["a"][1] == 512
-    for _ in range(2):
-        await node.sampled(uses(a=100, t=1000))
+    await node.sampled(uses(a=100, t=1000), times=2)
     assert (limits(node)["a"][1], limits(node)["t"][1]) == (1024, 1024)
 
 

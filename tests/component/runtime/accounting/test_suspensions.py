@@ -54,12 +54,10 @@ def running(*, mechanism: str = "limiter", **fields: object) -> Node:
     return node
 
 
-async def sampled(node: Node, sample: NodeSample | None = None, *, after_seconds: float = 1.0) -> None:
-    """Three evaluations: the operation that the first one began has ended, if the driver ends it."""
-    for seconds in (after_seconds, 1.0, 1.0):
+async def sampled(node: Node, sample: NodeSample | None = None, *, times: int = 1, after_seconds: float = 1.0) -> None:
+    """Three evaluations each time: the operation that the first one began has ended, if the driver ends it."""
+    for seconds in (after_seconds, 1.0, 1.0) * times:
         await node.sampled(sample or uses(a=500), after_seconds=seconds)
-        for _ in range(200):
-            await asyncio.sleep(0)
 
 
 async def ask(node: Node) -> None:
@@ -151,8 +149,7 @@ async def test_the_nodes_setting_counts_without_an_annotation() -> None:
 )
 async def test_a_refusal_is_reported_once_and_nothing_is_locked(make: Callable[[], Node], why: str) -> None:
     node = make()
-    for _ in range(3):
-        await sampled(node, after_seconds=60.0)
+    await sampled(node, after_seconds=60.0, times=3)
     (reason,) = events(node, "GpuSuspendRefused")
     assert why in reason
     assert (node.mover.done, node.agent_state.saved, node.backends.held) == ([], [], set())
@@ -169,23 +166,28 @@ def two(*, a: Allocation = A, t: Allocation = T, **fields: object) -> Node:
     return node
 
 
+def began(node: Node, state: State, mebibytes: int = 500, *, letter: str = "a", **fields: object) -> None:
+    """An earlier agent left this state of the container, which had so much memory on GPU 0."""
+    pid = PIDS[letter]
+    known = Suspension(state=state, processes=((pid, 10 * pid),), memory_bytes={GPU: mebibytes * MIB})
+    node.agent_state.suspensions = {letter: replace(known, **fields)}
+
+
 def demanding_train(node: Node, **fields: object) -> None:
     node.pods.views[TRAIN] = replace(PodView(namespace="team", name="train", uid="uid-t"), **fields)
 
 
-@pytest.mark.parametrize("began", [False, True])
-async def test_one_container_is_suspended_at_a_time(began: bool) -> None:
-    """The host has room for one, so the second is refused when the first has ended. `began`: by an earlier agent."""
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_one_container_is_suspended_at_a_time(earlier: bool) -> None:
+    """The host has room for one, so the second is refused when the first has ended. `earlier`: an earlier agent began."""
     node = two(suspend=True)
-    if began:
-        node.agent_state.suspensions = {
-            "t": Suspension(state="suspending", processes=((21, 210),), memory_bytes={GPU: 800 * MIB})
-        }
+    if earlier:
+        began(node, "suspending", 800, letter="t")
     node.host.left = HostMemory(node_bytes=1300 * MIB)
     node.mover.answers = [None]
     await sampled(node, uses(a=800, t=800))
     await sampled(node, uses(a=800, t=800))
-    first, second = ("t", "a") if began else ("a", "t")
+    first, second = ("t", "a") if earlier else ("a", "t")
     assert node.mover.done == [("suspend", first)]
     node.host.left = HostMemory(node_bytes=500 * MIB)
     node.mover.ends.set()
@@ -204,21 +206,15 @@ async def test_the_host_must_hold_the_memory() -> None:
     assert state(node) == "suspended"
 
 
-async def sampled_once(node: Node, sample: NodeSample) -> None:
-    await node.sampled(sample)
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
 async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> None:
     """The container allocates until its calls are held, and the sample after that may be from before."""
     node = running(suspend=True)
     node.host.left = HostMemory(node_bytes=1000 * MIB)
-    await sampled_once(node, uses(a=500))
+    await node.sampled(uses(a=500))
     assert (node.backends.held, state(node), node.awaited) == ({"a"}, "suspending", 1)
-    await sampled_once(node, uses(a=500))
+    await node.sampled(uses(a=500))
     assert node.mover.done == []
-    await sampled_once(node, uses(a=600))
+    await node.sampled(uses(a=600))
     assert (node.mover.done, node.mover.last.memory_bytes, state(node)) == ([("suspend", "a")], {GPU: 600 * MIB}, "suspended")
     assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 600 * MIB}
     await sampled(node, uses(a=0))
@@ -229,10 +225,10 @@ async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> Non
 async def test_a_container_that_the_host_has_no_room_for_once_its_calls_are_held_runs_on(left: int) -> None:
     node = running(suspend=True)
     node.host.left = HostMemory(node_bytes=1000 * MIB)
-    await sampled_once(node, uses(a=500))
-    await sampled_once(node, uses(a=500))
+    await node.sampled(uses(a=500))
+    await node.sampled(uses(a=500))
     node.host.left = HostMemory(node_bytes=left * MIB)
-    await sampled_once(node, uses(a=800))
+    await node.sampled(uses(a=800))
     assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
     (why,) = events(node, "GpuSuspendRefused")
     assert "needs 1096 MiB of the host's memory, and the node has less" in why
@@ -244,7 +240,7 @@ async def test_a_container_that_the_host_has_no_room_for_once_its_calls_are_held
 async def test_calls_are_not_held_for_long_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspensions, "_SAMPLES_SECONDS", 0.0)
     node = running(suspend=True)
-    await sampled_once(node, uses(a=500))
+    await node.sampled(uses(a=500))
     assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
     assert "the driver did not report its memory within 0 s" in events(node, "GpuSuspendRefused")[0]
 
@@ -253,8 +249,7 @@ async def test_calls_are_not_held_for_long_without_a_sample(monkeypatch: pytest.
 async def test_a_suspension_that_an_earlier_agent_began_counts_what_was_allocated_since(used: int, expected: int) -> None:
     """What was moved before the restart is not on the GPU."""
     node = running(suspend=True)
-    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})
-    node.agent_state.suspensions = {"a": known}
+    began(node, "suspending")
     await sampled(node, uses(a=used))
     assert node.mover.last.memory_bytes == {GPU: expected * MIB}
 
@@ -262,29 +257,28 @@ async def test_a_suspension_that_an_earlier_agent_began_counts_what_was_allocate
 async def test_a_suspension_that_an_earlier_agent_began_is_undone_if_the_host_has_no_room() -> None:
     """The earlier agent was killed before it had compared what the host has left; it may have stopped processes."""
     node = running(suspend=True)
-    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})
-    node.agent_state.suspensions, node.host.left = {"a": known}, HostMemory(node_bytes=700 * MIB)
+    began(node, "suspending")
+    node.host.left = HostMemory(node_bytes=700 * MIB)
     await sampled(node)
     await sampled(node)
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
 
-@pytest.mark.parametrize("began", ["suspending", "resuming"])
-async def test_no_burst_takes_memory_that_an_operation_of_an_earlier_agent_moves(began: State) -> None:
+@pytest.mark.parametrize("moving", ["suspending", "resuming"])
+async def test_no_burst_takes_memory_that_an_operation_of_an_earlier_agent_moves(moving: State) -> None:
     """The container had a burst itself, so the memory that it needs is more than its request."""
     node = two(memory_limits=(("main", 2048),))
-    known = Suspension(state=began, processes=((PIDS["a"], 110),), memory_bytes={GPU: 900 * MIB})
-    node.agent_state.suspensions = {"a": known}
+    began(node, moving, 900)
     node.mover.answers = [None]
     await node.sampled(uses(a=0, t=1100))
     assert limits(node)["t"] == 1100
     await node.memory_watcher.close()
 
 
-@pytest.mark.parametrize(("began", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
-async def test_an_operation_of_an_earlier_agent_is_continued(began: State, verb: str, ends: State | None) -> None:
+@pytest.mark.parametrize(("moving", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
+async def test_an_operation_of_an_earlier_agent_is_continued(moving: State, verb: str, ends: State | None) -> None:
     node = running(suspend=True if ends else None)
-    node.agent_state.suspensions = {"a": Suspension(state=began, processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB})}
+    began(node, moving)
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node)) == ([(verb, "a")], ends)
 
@@ -322,8 +316,7 @@ async def test_a_suspended_container_without_a_saved_state_is_resumed_as_soon_as
 async def test_it_waits_for_what_it_was_granted() -> None:
     node = two(memory_limits=(("main", 2048),))
     node.backends.held.add("a")
-    for _ in range(4):
-        await sampled(node, uses(a=0, t=1900))
+    await sampled(node, uses(a=0, t=1900), times=4)
     assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 512 * MIB}
     assert "used by team/train (main) (1900 MiB)" in events(node, "GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=100))
@@ -393,19 +386,16 @@ async def test_an_unknown_pod_changes_nothing() -> None:
 async def test_a_container_whose_driver_does_not_answer_is_not_released() -> None:
     """An earlier agent was killed while it suspended the container, so its processes may be locked."""
     node = running()
-    known = Suspension(state="suspending", processes=((PIDS["a"], 110),), required=(PIDS["a"],), memory_bytes={GPU: 500 * MIB})
-    node.agent_state.suspensions = {"a": known}
+    began(node, "suspending", required=(PIDS["a"],))
     node.backends.held.add("a")
     node.mover.answers = [Moved(held=[11], error="libcuda.so.1: not found", untouched=True)] * 6
-    for _ in range(10):
-        await sampled(node, uses(a=0))
+    await sampled(node, uses(a=0), times=10)
     assert (state(node), node.backends.held) == ("resuming", {"a"})
     assert node.agent_state.suspensions["a"].reason == "libcuda.so.1: not found"
     assert len(node.mover.done) == 1 + 5, "after 1, 2, 4 and 8 s"
     assert len(events(node, "GpuResumeWaits")) == 1
     assert node.mover.last.required == (11,)
-    for _ in range(10):
-        await sampled(node, uses(a=0))
+    await sampled(node, uses(a=0), times=10)
     assert (state(node), node.backends.held) == (None, set())
 
 
@@ -415,8 +405,7 @@ async def test_a_refused_resume_names_the_other_containers_on_the_gpu() -> None:
     await sampled(node, uses(a=500, t=100))
     node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error 2", out_of_memory=True)] * 3
     demanding(node)
-    for _ in range(3):
-        await sampled(node, uses(a=0, t=100))
+    await sampled(node, uses(a=0, t=100), times=3)
     (why,) = events(node, "GpuResumeWaits")
     assert f"the driver found too little memory on GPU {GPU}, used by team/train (main) (100 MiB)" in why
     assert node.agent_state.suspensions["a"].reason in why
@@ -470,10 +459,8 @@ async def test_a_resume_waits_only_for_free_memory_while_the_runtime_has_listed_
     node.set_timeout(0.01)
     node.runtime.answers.clear()
     node.runtime.containers = []
-    known = Suspension(state="suspended", processes=((PIDS["a"], 110),), memory_bytes={GPU: 500 * MIB}, asked_at=7.0)
-    node.agent_state.suspensions = {"a": known}
-    for _ in range(2):
-        await sampled(node, uses(a=0, t=1600), after_seconds=20.0)
+    began(node, "suspended", asked_at=7.0)
+    await sampled(node, uses(a=0, t=1600), after_seconds=20.0, times=2)
     assert state(node) == "suspended"
     await sampled(node, uses(a=0, t=1024))
     assert state(node) is None
@@ -541,8 +528,7 @@ async def test_after_the_helper_was_killed_a_container_does_not_wait_for_its_own
     await sampled(node, uses(a=1500))
     if verb == "resume":
         demanding(node)
-    for _ in range(9):
-        await sampled_once(node, uses(a=1500 if verb == "suspend" or len(node.mover.done) > 1 else 0))
+    await node.sampled(uses(a=1500 if verb == "suspend" or len(node.mover.done) > 1 else 0), times=9)
     verbs = [done for done, _ in node.mover.done]
     assert verbs == (["suspend", "resume"] if verb == "suspend" else ["suspend", "resume", "resume"])
     assert (state(node), node.backends.held) == ("running" if verb == "suspend" else None, set())
@@ -565,8 +551,7 @@ async def test_a_resume_is_tried_until_there_is_memory_and_fails_if_the_driver_c
     await sampled(node, uses(a=0))
     node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error", out_of_memory=lacks_memory)] * 4
     await ask(node)
-    for _ in range(10):
-        await sampled(node, uses(a=0))
+    await sampled(node, uses(a=0), times=10)
     assert (state(node), bool(events(node, "GpuSuspendFailed"))) == (ends, ends == "failed")
 
 
@@ -580,8 +565,7 @@ async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() 
     assert limits(node)["t"] == 2048
     await sampled(node, uses(a=0, t=1800))
     await ask(node)
-    for _ in range(3):
-        await sampled(node, uses(a=0, t=1800))
+    await sampled(node, uses(a=0, t=1800), times=3)
     assert (state(node), limits(node)["t"]) == ("suspended", 1800)
     assert "used by team/train (main) (1800 MiB)" in events(node, "GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=1500))
@@ -591,10 +575,8 @@ async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() 
 async def test_a_burst_comes_back_only_beside_what_others_were_granted() -> None:
     """1948 MiB are free, and 924 of them are granted to `t`."""
     node = two(memory_limits=(("main", 2048),))
-    known = Suspension(state="suspended", processes=((PIDS["a"], 110),), memory_bytes={GPU: 1100 * MIB}, asked_at=7.0)
-    node.agent_state.suspensions = {"a": known}
-    for _ in range(3):
-        await sampled(node, uses(a=0, t=100))
+    began(node, "suspended", 1100, asked_at=7.0)
+    await sampled(node, uses(a=0, t=100), times=3)
     assert node.agent_state.suspensions["a"].reason == f"it waits for 76 MiB of GPU {GPU}, used by team/train (main) (100 MiB)"
 
 
