@@ -15,6 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Checkpoint
+from gpumgr.common.aio import LogPace
 from gpumgr.common.errors import CheckpointError, Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
@@ -114,18 +115,16 @@ class History:
                 self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
-        """A failed write is retried and logged once."""
-        logged = False
+        """A failed write is retried."""
+        pace = LogPace()
         while True:
             await self._news.wait()
             await asyncio.sleep(GATHER_SECONDS)
             try:
                 await self.flush()
-                logged = False
             except CheckpointError as error:
-                if not logged:
+                if pace.due():
                     log.error("history_not_saved", error=str(error))
-                logged = True
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def flush(self) -> None:

@@ -26,10 +26,6 @@ def parsed(*containers: dict[str, Any], annotations: dict[str, Any] | None = Non
     return parse_pod({"metadata": {**METADATA, "annotations": annotations, **more}, "spec": {"containers": containers}})
 
 
-def env(name: str, value: str) -> dict[str, Any]:
-    return {"name": "app", "env": [{"name": name, "value": value}]}
-
-
 def test_containers_are_in_the_kubelets_order_with_their_kind() -> None:
     view = parse_pod(
         {
@@ -63,33 +59,69 @@ def test_limits_come_before_requests() -> None:
     assert (spec.cores, spec.memory_blocks) == (20, 2)
 
 
-def test_a_pod_without_gpu_keeps_its_name_and_phase_only() -> None:
-    view = parse_pod(
-        {"metadata": METADATA, "spec": {"containers": [container("app", {"cpu": "500m"})]}, "status": {"phase": "Failed"}}
-    )
-    assert view.containers == ()
-    assert view.ended
-    assert not view.wants_gpu
+WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+DELETED_AT = "2026-11-01T10:00:30Z"
+SUBMITTER = {"name": "SUBMITTER", "value": "ana"}
 
 
-def test_a_pod_without_status_is_pending() -> None:
+@pytest.mark.parametrize(
+    ("metadata", "spec", "status", "fields"),
+    [
+        ({}, {}, {}, {"phase": "Pending", "service_account": None, "core_limit": None, "started": False}),
+        ({}, {"containers": [container("app", {"cpu": "500m"})]}, {"phase": "Failed"}, {"containers": (), "ended": True}),
+        ({}, {}, {"reason": "Unexpected", "message": "why"}, {"reason": "Unexpected", "message": "why"}),
+        ({}, {}, {"reason": "r" * 5000, "message": "m" * 5000}, {"reason": "r" * 253, "message": "m" * 1024}),
+        ({}, {}, {"reason": "", "message": 5}, {"reason": None, "message": None}),
+        ({}, {"serviceAccountName": "trainer"}, {}, {"service_account": "trainer"}),
+        ({}, {"serviceAccountName": ""}, {}, {"service_account": None}),
+        ({"annotations": {"clusterName": "west"}}, {}, {}, {"cluster": "west", "core_limit": None}),
+        ({"annotations": {"clusterName": ""}}, {}, {}, {"cluster": None}),
+        ({"annotations": {"clusterName": "x" * 9999}}, {}, {}, {"cluster": "x" * 253}),
+        ({"deletionTimestamp": None}, {}, {}, {"deleted": False, "ends_at": None, "grace_seconds": None}),
+        ({"deletionTimestamp": DELETED_AT}, {}, {}, {"deleted": True, "grace_seconds": None}),
+        (
+            {"deletionTimestamp": DELETED_AT, "deletionGracePeriodSeconds": 30},
+            {},
+            {},
+            {"deleted": True, "ends_at": 1793527230.0, "grace_seconds": 30.0},
+        ),
+        ({}, {}, {"containerStatuses": [WAITS], "initContainerStatuses": None}, {"started": False}),
+        ({}, {}, {"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, {"started": True}),
+        ({}, {}, {"containerStatuses": [{"state": {"terminated": {}}}, WAITS]}, {"started": True}),
+        ({}, {}, {"containerStatuses": [{"state": None}]}, {"started": False}),
+    ],
+)
+def test_fields_of_a_pod(metadata: dict[str, Any], spec: dict[str, Any], status: dict[str, Any], fields: dict[str, Any]) -> None:
+    view = parse_pod({"metadata": {**METADATA, **metadata}, "spec": spec, "status": status})
+    assert {name: getattr(view, name) for name in fields} == fields
+
+
+def test_a_pod_without_spec_and_status_is_pending() -> None:
     assert parse_pod({"metadata": METADATA}).phase == "Pending"
 
 
-def test_the_kubelets_reason_for_a_refusal_is_in_the_status() -> None:
-    status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed due to Requested: 400"}
-    view = parse_pod({"metadata": METADATA, "status": status})
-    assert (view.reason, view.message) == ("UnexpectedAdmissionError", "Allocate failed due to Requested: 400")
-    long = parse_pod({"metadata": METADATA, "status": {"reason": "r" * 5000, "message": "m" * 5000}})
-    assert (long.reason, long.message) == ("r" * 253, "m" * 1024)
-    odd = parse_pod({"metadata": METADATA, "status": {"reason": "", "message": 5}})
-    assert (odd.reason, odd.message) == (None, None)
-
-
-def test_a_pod_runs_under_a_service_account() -> None:
-    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": "trainer"}}).service_account == "trainer"
-    assert parse_pod({"metadata": METADATA, "spec": {"serviceAccountName": ""}}).service_account is None
-    assert parse_pod({"metadata": METADATA}).service_account is None
+@pytest.mark.parametrize(
+    ("containers", "submitter"),
+    [
+        *(
+            ([{"name": "app", "env": [{"name": "OTHER", "value": "x"}, variable]}], name)
+            for variable, name in (
+                (SUBMITTER, "ana"),
+                ({"name": "SUBMITTER", "value": "x" * 9999}, "x" * 253),
+                ({"name": "SUBMITTER", "value": ""}, None),
+                ({"name": "SUBMITTER", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}, None),
+            )
+        ),
+        *((containers, None) for containers in (None, [], [{"name": "app", "env": None}])),
+        ([{"name": "app"}, {"name": "second", "env": [SUBMITTER]}], None),
+    ],
+)
+def test_the_submitter_is_a_variable_of_the_first_app_container(
+    containers: list[dict[str, Any]] | None, submitter: str | None
+) -> None:
+    init = [{"name": "init", "env": [{"name": "SUBMITTER", "value": "init"}]}]
+    view = parse_pod({"metadata": METADATA, "spec": {"initContainers": init, "containers": containers}})
+    assert view.submitter == submitter
 
 
 @pytest.mark.parametrize(
@@ -105,40 +137,6 @@ def test_a_pod_runs_under_a_service_account() -> None:
 )
 def test_the_core_limit_is_a_percentage_or_nothing(text: object, percent: int | None) -> None:
     assert parsed(annotations={"tencent.com/vcuda-core-limit": text}).core_limit == percent
-
-
-@pytest.mark.parametrize("annotations", [None, {}])
-def test_without_the_annotation_there_is_no_core_limit(annotations: dict[str, Any] | None) -> None:
-    assert parsed(annotations=annotations).core_limit is None
-
-
-def test_further_fields_of_gpu_managers_usage() -> None:
-    first = {"name": "app", "env": [{"name": "OTHER", "value": "x"}, {"name": "SUBMITTER", "value": "ana"}]}
-    spec = {"initContainers": [env("SUBMITTER", "init")], "containers": [first, env("SUBMITTER", "second")]}
-    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": "west"}}, "spec": spec})
-    assert (view.submitter, view.cluster) == ("ana", "west")
-
-
-@pytest.mark.parametrize(
-    "containers",
-    [
-        None,
-        [],
-        [{"name": "app"}],
-        [{"name": "app", "env": None}],
-        [{"name": "app", "env": [{"name": "SUBMITTER", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]}],
-        [{"name": "app", "env": [{"name": "SUBMITTER", "value": ""}]}],
-        [{"name": "app"}, {"name": "b", "env": [{"name": "SUBMITTER", "value": "second"}]}],
-    ],
-)
-def test_without_the_variable_there_is_no_submitter(containers: list[dict[str, Any]] | None) -> None:
-    view = parse_pod({"metadata": {**METADATA, "annotations": {"clusterName": ""}}, "spec": {"containers": containers}})
-    assert (view.submitter, view.cluster) == (None, None)
-
-
-def test_long_texts_of_pods_are_cut() -> None:
-    view = parsed(env("SUBMITTER", "x" * 100_000), annotations={"clusterName": "x" * 100_000})
-    assert (view.submitter, view.cluster) == ("x" * 253, "x" * 253)
 
 
 @pytest.mark.parametrize(
@@ -258,32 +256,6 @@ def test_the_priority_is_hamis_resource(limits: dict[str, str | int], priority: 
     pod = {"metadata": METADATA, "spec": {"containers": [container("main", {"nvidia.com/gpu": "1", **limits})]}}
     assert [each.priority for each in parse_pod(pod, HAMI).containers] == [priority]
     assert [each.priority for each in parse_pod(pod, msgspec.structs.replace(HAMI, priority_resource="other")).containers] == [1]
-
-
-def test_a_pod_with_a_deletion_timestamp_is_deleted_and_its_grace_period_has_an_end() -> None:
-    assert parsed(deletionTimestamp="2026-11-01T10:00:30Z").deleted
-    known = parsed(deletionTimestamp="2026-11-01T10:00:30Z", deletionGracePeriodSeconds=30)
-    assert (known.ends_at, known.grace_seconds) == (1793527230.0, 30.0)
-    assert parsed(deletionTimestamp="2026-11-01T10:00:30Z").grace_seconds is None
-    for alive in (parsed(), parsed(deletionTimestamp=None)):
-        assert (alive.deleted, alive.ends_at) == (False, None)
-
-
-WAITS = {"state": {"waiting": {"reason": "ContainerCreating"}}}
-
-
-@pytest.mark.parametrize(
-    ("status", "started"),
-    [
-        ({}, False),
-        ({"containerStatuses": [WAITS], "initContainerStatuses": None}, False),
-        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"running": {}}}]}, True),
-        ({"containerStatuses": [WAITS], "initContainerStatuses": [{"state": {"terminated": {}}}, WAITS]}, True),
-        ({"containerStatuses": [{"state": None}]}, False),
-    ],
-)
-def test_a_pod_has_started_with_its_first_container(status: dict[str, object], started: bool) -> None:
-    assert parse_pod({"metadata": METADATA, "spec": {}, "status": status}).started is started
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,22 @@ async def test_an_unread_list_holds_up_nothing_and_leaves_no_trace(stub: Any, se
     async with asyncio.timeout(10):
         while served.devices.readers:
             await stub.GetDevicePluginOptions(pb.Empty())
+
+
+async def test_a_drain_lets_calls_finish_and_ends_streams_cleanly(served: Served) -> None:
+    async with kubelet_stub(served.path) as stub:
+        stream = stub.ListAndWatch(pb.Empty())
+        await stream.read()
+        served.allocator.hold = asyncio.Event()
+        running = stub.Allocate(allocate_request("a-m0"))
+        await served.allocator.began.wait()
+        draining = asyncio.create_task(served.server.drain(60))
+        await asyncio.sleep(0)
+        assert not served.path.exists()
+        served.allocator.hold.set()
+        assert len((await running).container_responses) == 1
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+    del stub, stream, running  # the connection lasts while they exist, and the drain waits for its end
+    await draining
+    assert served.devices.readers == 0

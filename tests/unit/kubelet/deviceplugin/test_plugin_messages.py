@@ -65,11 +65,6 @@ def test_preference_requests_read_as_google_wrote_them(available: list[str], mus
     assert (read.available, read.must_include, read.size) == (available, must_include, size)
 
 
-@given(ids)
-def test_pre_start_requests_read_as_google_wrote_them(devices: list[str]) -> None:
-    assert plugin.decode_pre_start(pb.PreStartContainerRequest(devices_ids=devices).SerializeToString()) == devices
-
-
 @given(st.lists(responses, max_size=3))
 def test_google_reads_allocate_responses(containers: list[ContainerResponse]) -> None:
     read = pb.AllocateResponse.FromString(plugin.encode_allocate(containers))
