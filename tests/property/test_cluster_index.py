@@ -160,7 +160,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(uid=st.sampled_from(["cpu-1", "cpu-2"]))
     def free_cpu(self, uid: str) -> None:
         self.without_gpus.pop(uid, None)
-        self.index.free_cpu(uid)
+        self.index.remove(uid)
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def change_health(self, name: str, data: st.DataObject) -> None:

@@ -114,32 +114,28 @@ class ClusterIndex:
         self.assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
-        """Removes a pod that has ended, or a failed assumption; an unknown pod is no error."""
+        """Removes a pod that has ended, also one without GPUs, or a failed assumption; an unknown pod is no error."""
         self.assumed.discard(uid)
-        name = self._node_of.pop(uid, None)
-        if name is None:
+        if (counted := self._cpu_pods.pop(uid, None)) is not None:
+            name, cpu_milli = counted
+            self._count_cpu(name, -cpu_milli)
+        elif uid in self._node_of:
+            name = self._node_of.pop(uid)
+            node = self._nodes[name]
+            node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
+            self.quotas.pod_removed(uid)
+            self._changed(name)
+        else:
             return
-        node = self._nodes[name]
-        node.cpu_milli -= node.pods.pop(uid).request.cpu_milli
-        self.quotas.pod_removed(uid)
-        self._changed(name)
-        if node.empty:
+        if self._nodes[name].empty:
             self._drop(name)
 
     def use_cpu(self, uid: str, node: str, cpu_milli: int) -> None:
         """Counts the CPU of a pod without GPUs."""
         if self._cpu_pods.get(uid) != (node, cpu_milli):
-            self.free_cpu(uid)
+            self.remove(uid)
             self._cpu_pods[uid] = (node, cpu_milli)
             self._count_cpu(node, cpu_milli)
-
-    def free_cpu(self, uid: str) -> None:
-        """Undoes `use_cpu`, if it was called for the pod."""
-        if (known := self._cpu_pods.pop(uid, None)) is not None:
-            node, cpu_milli = known
-            self._count_cpu(node, -cpu_milli)
-            if self._nodes[node].empty:
-                self._drop(node)
 
     def settle(self) -> None:
         """Updates the profiles (groups of equal nodes), which takes long after many changes. `profiles` calls it."""

@@ -177,12 +177,6 @@ class ClusterWatches:
             _log.warning("inventory_unusable", node=after.state.name, reason=after.problem, used_instead=used)
 
     def _pod_changed(self, before: WatchedPod | CpuPod | None, after: WatchedPod | CpuPod | None) -> None:
-        if isinstance(after, CpuPod):
-            self.index.use_cpu(after.uid, after.node, after.cpu_milli)
-            return
-        if before is not None and (after is None or after.placed is not None or after.node is None):
-            self.index.free_cpu(before.uid)
-        before = None if isinstance(before, CpuPod) else before
         if after is None:
             if before is not None:
                 self.pending.pop(before.uid, None)
@@ -190,12 +184,14 @@ class ClusterWatches:
                 self.ending.discard(before.uid)
                 self.index.remove(before.uid)
             return
-        if after.problem is not None and (before is None or before.problem != after.problem):
+        if isinstance(after, CpuPod):
+            self.index.use_cpu(after.uid, after.node, after.cpu_milli)
+            return
+        if after.problem is not None and (before is None or isinstance(before, CpuPod) or before.problem != after.problem):
             _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
         if after.placed is not None:
             self.index.bind(after.placed)
         elif after.node is not None:  # the pod can hold no GPU
-            self.index.remove(after.uid)
             self.index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         for known, belongs in (
             (self.pending, after.node is None and after.wants_gpu),

@@ -87,7 +87,6 @@ class LiveCluster:
 
     def remove(self, pod: LivePod, node: str) -> None:
         self.index.remove(pod.uid)
-        self.index.free_cpu(pod.uid)
         self._report(pod, there=False)
         del self._there[node][pod.uid]
         self._used[node].subtract(pod.requests)

@@ -59,7 +59,7 @@ def test_pods_without_gpus_use_cpu() -> None:
     assert best(index, with_cpus(WHOLE, 8)) == "a"
     index.use_cpu("daemon", "a", 16_000)
     assert best(index, with_cpus(WHOLE, 16)) == "b"
-    index.free_cpu("daemon")
+    index.remove("daemon")
     assert best(index, with_cpus(WHOLE, 16)) == "a"
 
 

@@ -450,7 +450,7 @@ def test_a_rejection_lasts_until_gpus_change_and_not_cpu(policy: Policy, wanted:
     cluster.index.use_cpu("c1", "a", 8000)
     cluster.index.use_cpu("c2", "b", 1000)
     cluster.index.use_cpu("c1", "v", 500)
-    cluster.index.free_cpu("c2")
+    cluster.index.remove("c2")
     assert asked() is before
     assert not cluster.index.changed_since(version)
     cluster.index.rejections.clear()
@@ -468,7 +468,7 @@ def test_a_node_that_comes_and_goes_with_a_pod_without_gpus_is_a_change() -> Non
     index.use_cpu("c", "new", 100)
     versions.append(index.version)
     assert index.names(index.changed_since(versions[-2])) == ["new"]
-    index.free_cpu("c")
+    index.remove("c")
     versions.append(index.version)
     assert index.names(index.changed_since(versions[-2])) == ["new"]
     assert len(set(versions)) == 3
