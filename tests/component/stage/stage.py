@@ -341,6 +341,11 @@ class Stage(MemoryAgent):
             status = await self.run(pod)
             assert status.phase == "Running", status.message
 
+    async def refused(self, pod: SimPod, reason: str = "") -> None:
+        """The same for a pod that fails with a message in which the reason is."""
+        status = await self.run(pod)
+        assert (status.phase, reason in (status.message or "")) == ("Failed", True), status.message
+
     def delete(self, pod: SimPod) -> None:
         self.kubelet.delete(pod.uid)
         self.pods.views.pop((pod.namespace, pod.name), None)

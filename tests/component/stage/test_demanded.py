@@ -68,8 +68,7 @@ async def test_a_demand_that_no_gpu_with_room_meets_is_refused_with_the_reason(
     node_of_test = snapshot(4) if "nvidia.com/numa-bind" in annotations else NODE
     async with stage(folder, node=node_of_test, kinds=WITHOUT_MIG) as node:
         await node.run_all(node.pod("whole", app(100, 1), annotations={"nvidia.com/use-gpuuuid": UUIDS[3]}))
-        status = await node.run(node.pod("a", container, annotations=annotations))
-        assert (status.phase, reason in (status.message or "")) == ("Failed", True), status.message
+        await node.refused(node.pod("a", container, annotations=annotations), reason)
         assert not gpus_of(node, "a")
 
 
@@ -80,8 +79,10 @@ async def test_mutex_is_a_gpu_without_other_pods(folder: Path) -> None:
         pod = node.pod("alone", hami(name="fetch", kind="init", gpumem=100), hami(gpumem=200), annotations=mutex)
         await node.run_all(pod)
         assert gpus_of(node, "alone") == [1, 1]
-        status = await node.run(node.pod("late", hami(gpumem=100), annotations=mutex))
-        assert "GPU0 (00000000) has team/one (main), and the pod demands a GPU without other containers" in (status.message or "")
+        await node.refused(
+            node.pod("late", hami(gpumem=100), annotations=mutex),
+            "GPU0 (00000000) has team/one (main), and the pod demands a GPU without other containers",
+        )
         await node.run_all(node.pod("joins", hami(gpumem=100), annotations={"nvidia.com/use-gpuuuid": UUIDS[1]}))
         await node.kubelet.start_container(pod, "main")
 
@@ -97,17 +98,16 @@ async def test_what_a_scheduler_named_must_be_demanded(folder: Path) -> None:
     async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
         pod = node.pod("a", hami(gpumem=100), annotations={"nvidia.com/nouse-gputype": "T4"})
         node.placed(pod, (UUIDS[0], Amounts(0, 100)))
-        status = await node.kubelet.run(pod)
-        assert f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU not of model T4" in (status.message or "")
+        await node.refused(pod, f"is Tesla T4 {UUIDS[0]}, and the pod demands a GPU not of model T4")
         assert node.ledger.allocations == {}
 
 
 async def test_ids_that_the_kubelet_chose_itself_are_refused_at_allocate(folder: Path) -> None:
     async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
         node.kubelet_prefers(f"{UUIDS[1]}-0")
-        status = await node.run(node.pod("a", hami(gpumem=100), annotations={"nvidia.com/use-gputype": "A100"}))
-        assert (f"GPU1 (00000001) can't be granted: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100") in (
-            status.message or ""
+        await node.refused(
+            node.pod("a", hami(gpumem=100), annotations={"nvidia.com/use-gputype": "A100"}),
+            f"GPU1 (00000001) can't be granted: it is Tesla T4 {UUIDS[1]}, and the pod demands a GPU of model A100",
         )
         assert node.ledger.allocations == {}
 

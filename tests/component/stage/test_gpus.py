@@ -113,11 +113,11 @@ async def test_unlike_gpus_are_counted_each_by_itself(folder: Path) -> None:
     async with stage(folder, node=unlike) as node:
         await node.run_all(node.pod("large", app(10, 28)))
         assert gpus_of(node, "large") == ("00000001",)
-        status = await node.run(node.pod("too-large", app(10, 17)))
-        assert (
+        await node.refused(
+            node.pod("too-large", app(10, 17)),
             "no GPU has 10 cores and 17 memory blocks free; free: GPU0 (00000000) 100 cores and 16 memory blocks, "
-            "GPU1 (00000001) 90 cores and 12 memory blocks"
-        ) in (status.message or "")
+            "GPU1 (00000001) 90 cores and 12 memory blocks",
+        )
         await node.run_all(node.pod("fits", app(10, 16)))
         assert gpus_of(node, "fits") == ("00000000",)
 
@@ -143,8 +143,7 @@ async def test_a_lost_gpu_moves_indices_and_nothing_else(folder: Path) -> None:
             answer = await node.kubelet.start_container(pod, "main")
             assert answer.envs["NVIDIA_VISIBLE_DEVICES"] == plain.gpus[index].uuid
             assert answer.annotations[DEVICE_ANNOTATION] == f"/dev/nvidia{index}"
-        status = await node.run(node.pod("too-much", app(60, 13)))
-        assert "GPU0 (00000001) 40 cores and 12 memory blocks" in (status.message or "")
+        await node.refused(node.pod("too-much", app(60, 13)), "GPU0 (00000001) 40 cores and 12 memory blocks")
 
 
 @pytest.mark.peer_bug("B46: it leaks a thread for each stream that the kubelet drops")

@@ -66,12 +66,11 @@ def place(node: Stage, pod: SimPod, gpu: str, profile: str, start: int, containe
 async def test_a_refusal_names_what_no_gpu_has_a_place_for(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         await node.run_all(node.pod("a", hami(gpumem=1)))
-        status = await node.run(node.pod("b", hami(gpumem=50000, gpucores=60)))
-        assert status.phase == "Failed"
-        assert "has no place for a MIG device with 50000 MiB and 60 cores" in (status.message or "")
+        await node.refused(
+            node.pod("b", hami(gpumem=50000, gpucores=60)), "has no place for a MIG device with 50000 MiB and 60 cores"
+        )
         assert len(mig.places(uuid_of(node))) == 1
-        status = await node.run(node.pod("c", app(30, 4)))
-        assert status.phase == "Failed"  # never shared by cores and blocks
+        await node.refused(node.pod("c", app(30, 4)))  # never shared by cores and blocks
         assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 0
 
 
@@ -101,14 +100,13 @@ async def test_a_device_is_destroyed_with_its_pod_unless_it_has_processes(folder
 async def test_a_device_of_a_failed_admission_is_destroyed(folder: Path) -> None:
     async with mig_stage(folder) as (node, mig):
         node.checkpoint.full = True
-        assert (await node.run(node.pod("a", hami(gpumem=5000)))).phase == "Failed"
+        await node.refused(node.pod("a", hami(gpumem=5000)))
         assert mig.places(uuid_of(node)) == []
         node.checkpoint.full = False
         mig.broken = "nvmlDeviceCreateGpuInstanceWithPlacement: Unknown Error (NVML error 999)"
-        status = await node.run(node.pod("b", hami(gpumem=5000)))
-        assert status.phase == "Failed"
-        assert "the MIG device 1g.10gb at slice 6 can't be created: nvmlDeviceCreateGpuInstanceWithPlacement" in (
-            status.message or ""
+        await node.refused(
+            node.pod("b", hami(gpumem=5000)),
+            "the MIG device 1g.10gb at slice 6 can't be created: nvmlDeviceCreateGpuInstanceWithPlacement",
         )
         assert not node.ledger.allocations
 
@@ -129,19 +127,16 @@ async def test_the_schedulers_place_is_followed_or_refused(folder: Path) -> None
         assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
         rival = node.pod("b", hami(gpumem=15000))
         place(node, rival, SECOND, "2g.20gb", 0)
-        status = await node.run(rival)
-        assert status.phase == "Failed"
-        assert "has no free place for the MIG device" in (status.message or "")
+        await node.refused(rival, "has no free place for the MIG device")
         shared = node.pod("c", hami(gpumem=5000))
         node.placed(shared, (uuid_of(node, SECOND), Amounts(10, 5000)))
-        status = await node.run(shared)
-        assert "names no MIG device that GPU1 (00000001) can have" in (status.message or "")
+        await node.refused(shared, "names no MIG device that GPU1 (00000001) can have")
         assert mig.places(uuid_of(node, SECOND)) == [("1g.10gb", 1)]
 
 
 async def test_mig_mode_is_turned_on_once_the_gpu_is_idle(folder: Path) -> None:
     async with mig_stage(folder, enabled=False) as (node, mig):
-        assert (await node.run(node.pod("early", hami(gpumem=5000)))).phase == "Failed"
+        await node.refused(node.pod("early", hami(gpumem=5000)))
         await sample(node, mig)
         await sample(node, mig)
         assert mig.gpu(uuid_of(node)).mig_enabled
@@ -239,8 +234,7 @@ async def test_a_container_that_takes_over_no_replica_does_not_count(folder: Pat
 
 async def test_a_gpu_that_has_none_of_the_profiles_of_the_settings_says_so(folder: Path) -> None:
     async with mig_stage(folder, profiles=["1g.99gb"]) as (node, _):
-        status = await node.run(node.pod("a", hami(gpumem=5000)))
-        assert status.phase == "Failed"
+        await node.refused(node.pod("a", hami(gpumem=5000)))
         (reason,) = node.agent.view().node.out_of_service.values()
         assert reason.startswith("hami.mig_profiles has none of its profiles, which are 7g.80gb, 4g.40gb")
 
@@ -256,8 +250,8 @@ async def test_only_gpus_that_the_pod_demands_get_its_devices(folder: Path) -> N
             await node.run_all(pod)
             (held,) = node.ledger.of(None, pod.uid)
             assert [*held.gpus] == [SECOND if name == "avoids" else FIRST]
-        refused = await node.run(node.pod("x", hami(gpumem=4000), annotations={"nvidia.com/use-gputype": "T4"}))
-        assert "and the pod demands a GPU of model T4" in (refused.message or "")
+        pod = node.pod("x", hami(gpumem=4000), annotations={"nvidia.com/use-gputype": "T4"})
+        await node.refused(pod, "and the pod demands a GPU of model T4")
 
 
 async def test_a_place_is_free_again_at_once_and_one_that_fails_is_not_used_for_a_while(folder: Path) -> None:
@@ -268,7 +262,7 @@ async def test_a_place_is_free_again_at_once_and_one_that_fails_is_not_used_for_
         await node.run_all(node.pod("second", hami(gpumem=5000)))  # before the next snapshot of the driver
         assert mig.places(uuid_of(node)) == [("1g.10gb", 6)]
         mig.broken = "Insufficient Resources"
-        assert (await node.run(node.pod("third", hami(gpumem=5000)))).phase == "Failed"
+        await node.refused(node.pod("third", hami(gpumem=5000)))
         mig.broken = ""
         await node.run_all(node.pod("fourth", hami(gpumem=5000)))  # before the next look at the MIG devices, and after it
         await sample(node, mig)
@@ -307,8 +301,7 @@ async def test_a_container_has_mig_devices_or_shares_of_other_gpus(folder: Path)
             kinds = {gpu in node.agent.view().node.mig_profiles for gpu in allocation.gpus}
             assert len(kinds) == 1
             assert len(allocation.mig_devices) == (2 if kinds == {True} else 0)
-        status = await node.run(node.pod("three", hami(3, gpumem=10)))
-        assert status.phase == "Failed"
+        await node.refused(node.pod("three", hami(3, gpumem=10)))
 
 
 async def test_after_a_reboot_devices_are_created_again_at_the_start_of_their_containers(folder: Path) -> None:

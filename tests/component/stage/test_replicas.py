@@ -120,16 +120,15 @@ async def test_a_request_that_can_not_be_granted_is_refused_with_the_reason(
     folder: Path, containers: tuple[SimContainer, ...], reason: str
 ) -> None:
     async with stage(folder, kinds=WITHOUT_MIG, resource_order="core_first") as node:
-        status = await node.run(node.pod("a", *containers))
-        assert status.phase == "Failed"
-        assert reason in (status.message or "")
+        await node.refused(node.pod("a", *containers), reason)
 
 
 @pytest.mark.hami_bug("B9: it takes the first pending pod, and marks it as failed")
 async def test_a_pod_that_is_not_known_is_refused(folder: Path) -> None:
     async with stage(folder, kinds=WITHOUT_MIG) as node:
-        status = await node.run(node.pod("a", hami(gpumem=100), known=False))
-        assert "does not know yet which pod the kubelet's call for 1 GPUs belongs to" in (status.message or "")
+        await node.refused(
+            node.pod("a", hami(gpumem=100), known=False), "does not know yet which pod the kubelet's call for 1 GPUs belongs to"
+        )
         assert node.ledger.allocations == {}
 
 
@@ -142,7 +141,7 @@ async def test_the_gpu_that_a_scheduler_named_is_given_or_the_pod_is_refused(fol
             node.placed(pod, (uuid, Amounts(0, 100)))
         assert (await node.kubelet.run(pods[0])).phase == "Running"
         assert [*granted(node, "a")[0]] == ["00000003"]
-        assert "this node has no GPU GPU-unknown" in ((await node.kubelet.run(pods[1])).message or "")
+        await node.refused(pods[1], "this node has no GPU GPU-unknown")
 
 
 @pytest.mark.parametrize("cores", [0, 50])
@@ -176,7 +175,7 @@ async def test_a_failed_gpu_takes_only_its_replicas_away_and_brings_them_back(fo
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 10)
         await node.run_all(node.pod("a", hami(gpumem=100)))
         assert [*granted(node, "a")[0]] == ["00000001"]
-        assert "XID 79" in ((await node.run(node.pod("b", hami(2, gpumem=100)))).message or "")
+        await node.refused(node.pod("b", hami(2, gpumem=100)), "XID 79")
         await node.agent.agent_state.set_health(HardwareHealth(failed={}, cordoned={}))
         await node.kubelet.until(lambda: node.kubelet.node_status()[REPLICA_RESOURCE].allocatable == 20)
 
@@ -187,8 +186,7 @@ async def test_a_container_with_100_cores_is_alone_also_with_scaled_cores(folder
         folder, node=snapshot(1), kinds=WITHOUT_MIG, hami=msgspec.structs.replace(HAMI, device_core_scaling=1.5)
     ) as node:
         await node.run_all(node.pod("a", hami(gpumem=100, gpucores=10)))
-        status = await node.run(node.pod("b", hami(gpumem=100, gpucores=100)))
-        assert "is not entirely free: team/a (main) has a part of it" in (status.message or "")
+        await node.refused(node.pod("b", hami(gpumem=100, gpucores=100)), "is not entirely free: team/a (main) has a part of it")
 
 
 @pytest.mark.hami_bug("B11, I#1741: the kubelet's ids lie on other GPUs than the container has")
@@ -198,6 +196,5 @@ async def test_ids_that_the_kubelet_chose_itself_decide_or_are_refused(folder: P
         pod = node.pod("pair", hami(2, gpumem=100))
         uuid = node.ledger.gpu_registry.gpus[1].uuid
         node.kubelet_prefers(f"{uuid}-0", f"{uuid}-1")
-        status = await node.kubelet.run(pod)
-        assert "the kubelet chose 2 replicas of GPU1 (00000001), and a container gets one of each GPU" in (status.message or "")
+        await node.refused(pod, "the kubelet chose 2 replicas of GPU1 (00000001), and a container gets one of each GPU")
         assert node.ledger.allocations == {}

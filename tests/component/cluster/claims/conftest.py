@@ -137,6 +137,20 @@ class Stage:
         self.sim.put_document(pod(name, f"vcuda-c0-{cores}-4", gates=[GATE], created=created, made=f"{name}-claim"))
         self.dra.put("resourceclaims", claim(f"{name}-claim", cores, owner=name))
 
+    async def opened(self, name: str) -> None:
+        """Until the pod has no gate."""
+        await until(lambda: not self.gated(name))
+
+    async def admit(self, name: str, cores: int, created: str = "1") -> None:
+        self.gated_pod(name, cores, created)
+        await self.opened(name)
+
+    async def held_back(self, name: str, reason: str = "") -> None:
+        """Until an event has the reason for which the pod keeps its gate."""
+        await until(lambda: bool(self.events(name)) or not self.gated(name))
+        assert self.gated(name)
+        assert reason in self.events(name)[0]
+
     def bind(self, name: str, cores: int, node: str = "a") -> None:
         """What kube-scheduler does."""
         self.dra.put("resourceclaims", claim(f"{name}-claim", cores, owner=name, on=node))
