@@ -2,6 +2,7 @@
 and ids on them for the requested resource."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import msgspec
 from msgspec.structs import replace
@@ -73,11 +74,22 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
     needs = _needs(caller, request, own, alone=bool(named))
     if needs.cores == 0:
         return _memory_first(node, ledger, request, room)
-    gpus, evaluator, why = _place(node, ledger, room, needs, policy_for(node, caller))
+    gpus, evaluator, why = _place(node, _with_later_replicas(ledger, caller), room, needs, policy_for(node, caller))
     own_cores = caller.spec.cores if caller.spec else needs.cores
     picked = _pick(request, room, gpus, most_gpus=max(1, own_cores // CORES_PER_GPU))
     _require_full(node, picked, request)
     return Choice(masks=picked, evaluator=evaluator, why=why)
+
+
+def _with_later_replicas(ledger: Ledger, caller: Caller) -> Ledger:
+    """The ledger as if the pod's later containers used the replicas that the kubelet gives them, an init container's."""
+    later = [spec.replicas for spec in caller.chain[1:] if spec.replicas is not None]
+    reusable = ledger.reusable("replica", caller.pod, caller.uid) if later else NO_IDS
+    registered = [ledger.gpu_registry.by_name[gpu] for gpu in reusable]
+    most = {
+        gpu.name: reduce(Amounts.most, (each.counted(gpu.memory_mebibytes, gpu.uuid) for each in later)) for gpu in registered
+    }
+    return ledger.occupy(Allocation(id="", pod=caller.pod, uid=caller.uid, gpus=most)) if most else ledger
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:

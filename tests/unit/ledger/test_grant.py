@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
-from gpumgr.ledger.choose import Request
+from gpumgr.ledger.choose import Request, choose
 from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
@@ -183,6 +183,21 @@ def test_a_container_with_replicas_beside_it_has_no_gpu_whole(kind: ContainerKin
     with pytest.raises(Refusal, match=r"GPU0 \(00000000\) is not entirely free: team/a \(replica\) has a part of it"):
         given(ledger, caller(view, view.containers[1]), "core", {ONE: ALL_CORES})
     assert given(ledger, caller(view, view.containers[1]), "core", {TWO: ALL_CORES}).exclusive[TWO].cores == 100
+
+
+def test_a_container_leaves_room_for_a_later_one_that_gets_an_init_containers_replica() -> None:
+    """Otherwise the pod would be refused at its last container."""
+    view = pod("a", replace(replica(10, 100), name="prepare", kind="init"), app(80, 4), replica(50, 100))
+    node, every = node_of(empty().gpu_registry), {gpu.name: 1 for gpu in empty().gpu_registry.gpus}
+    first, second, last = (caller(view, spec) for spec in view.containers)
+    prepared = grant_replicas(node, empty(), first, {ONE: 1}, new_id="r", now=0.0, why="test")
+    ledger = empty().occupy(prepared)
+    free = dict.fromkeys(every, ALL_CORES)
+    chosen = choose(node, ledger, second, Request(resource="core", available=free, must={}, size=80)).masks
+    assert ONE not in chosen
+    ledger = given(ledger, second, "core", chosen)
+    request = Request(resource="replica", available=every, must={ONE: 1}, size=1)
+    assert choose_replicas(node, ledger, last, request).masks == {ONE: 1}
 
 
 def test_replicas_are_not_on_a_gpu_that_a_container_beside_them_has_whole() -> None:
