@@ -179,31 +179,27 @@ def _sort_key(row: ContainerRow, gpus: GpuLabels) -> tuple[int, float, int, str]
 # -- live --------------------------------------------------------------------------------------------------------------------
 
 
-class Screen(Live):
-    """Uses the terminal's alternate screen. Lines that do not fit are cut at the end."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console=console, screen=True, auto_refresh=False)
-
-    def show(self, state: NodeState, *above: Text) -> None:
-        screen = Layout()
-        footer = Text(f"{clock_time(state.at)}   Ctrl-C quits", style="dim", no_wrap=True)
-        screen.split_column(Layout(Group(*above, usage_tables(state))), Layout(footer, size=1))
-        self.update(screen, refresh=True)
+def _screen(state: NodeState, unavailable: str = "") -> Layout:
+    """Lines that do not fit are cut at the end. `unavailable`: why the state is not the present one."""
+    screen, above = Layout(), [Text(unavailable, style="red")] if unavailable else []
+    footer = Text(f"{clock_time(state.at)}   Ctrl-C quits", style="dim", no_wrap=True)
+    screen.split_column(Layout(Group(*above, usage_tables(state))), Layout(footer, size=1))
+    return screen
 
 
 async def _watch(socket: Path) -> None:
-    """Shows each new state. Raises GpumgrError if the first request fails."""
+    """Shows each new state on the terminal's alternate screen. Raises GpumgrError if the first request fails."""
     async with AgentClient(socket) as agent:
         state = decoded(await agent.get(STATE), NodeState)
-        with Screen(Console(highlight=False)) as screen:
-            screen.show(state)
+        with Live(_screen(state), console=Console(highlight=False), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(POLL_SECONDS)
+                why = ""
                 try:
-                    screen.show(state := decoded(await agent.get(STATE), NodeState))
+                    state = decoded(await agent.get(STATE), NodeState)
                 except GpumgrError as error:
-                    screen.show(state, Text(f"The agent is unavailable, trying again: {error}", style="red"))
+                    why = f"The agent is unavailable, trying again: {error}"
+                live.update(_screen(state, why), refresh=True)
 
 
 _EPILOG = """

@@ -59,14 +59,11 @@ class Supervisor:
 
     async def tick(self) -> None:
         now = self.config.clock()
-        free = [daemon for daemon in self.daemons() if daemon.uuid not in self._tasks]
-        for daemon in (each for each in free if now - each.checked_at >= _CHECK_SECONDS):
-            daemon.checked_at = now
-            self._begin(self._tasks, daemon, Daemon.check)
-        for daemon in free if self.config.protocol == 3 else ():
-            if daemon.uuid not in self._tasks:
-                self._begin(self._tasks, daemon, Daemon.guard)
         for daemon in self.daemons():
+            due = now - daemon.checked_at >= _CHECK_SECONDS
+            if daemon.uuid not in self._tasks and (due or self.config.protocol == 3):
+                daemon.checked_at = now if due else daemon.checked_at
+                self._begin(self._tasks, daemon, Daemon.check if due else Daemon.guard)
             if daemon.client_due and daemon.uuid not in self._trials:
                 self._begin(self._trials, daemon, Daemon.try_client)
         if self._tasks:
