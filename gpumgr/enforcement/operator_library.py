@@ -44,15 +44,17 @@ def check(path: Path, sha256: str | None, *, exports: Collection[str] = ()) -> C
     try:
         with _reading(path) as file:
             _check_elf(path, file.fileno())
-            identity = FileIdentity.of(os.fstat(file.fileno()))
-            found = _digest(path, identity)
+            found = _digest(path, FileIdentity.of(os.fstat(file.fileno())))
+            missing = sorted(set(exports) - read_exports(file.fileno())) if exports else ()
+    except ElfError as error:
+        raise LibraryError(f"{path} has a damaged table of symbols: build the library again") from error
     except OSError as error:
         raise _unreadable(path, error) from error
     if sha256 is not None and found != sha256.lower():
         raise LibraryError(
             f"{path} has SHA-256 {found}, but {sha256.lower()} is set: put the right file there, or set the SHA-256 of the new one"
         )
-    if exports and (missing := sorted(set(exports) - _exported(path, identity))):
+    if missing:
         raise LibraryError(
             f"{path} does not export {', '.join(missing)}, so it would not limit programs: put a build with visible symbols there "
             "(HAMi-core: with its own build.sh, not as Release)"
@@ -139,16 +141,6 @@ def _digest(path: Path, identity: FileIdentity) -> str:  # noqa: ARG001
     """Cached while the file's identity stays the same. Raises LibraryError, OSError."""
     with _reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@functools.lru_cache(maxsize=32)
-def _exported(path: Path, identity: FileIdentity) -> frozenset[str]:  # noqa: ARG001
-    """The symbols for other programs, cached while the file's identity stays the same. Raises LibraryError."""
-    try:
-        with _reading(path) as file:
-            return read_exports(file.fileno())
-    except ElfError as error:
-        raise LibraryError(f"{path} has a damaged table of symbols: build the library again") from error
 
 
 def _is_installed(target: Path, sha256: str) -> bool:
