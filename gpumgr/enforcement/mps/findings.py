@@ -21,12 +21,14 @@ _USERS_OF: Final = 16
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's daemon at its last check. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `multiuser`: the
-    server serves all users. `server_user`: the server's user id; None: no server runs. `suspects`: the containers that may have caused
-    `tampering`."""
+    """One GPU's daemon at its last check, which has the number `checks`. `allocations`: the containers on record. `clients`: pid -> MPS
+    namespace (the allocation's id; None in protocol 2). `multiuser`: the server serves all users. `server_user`: the server's user id;
+    None: no server runs. `suspects`: the containers that may have caused `tampering`."""
 
     protocol: MpsProtocol
     multiuser: bool
+    checks: int = 0
+    allocations: Collection[AllocationId] = ()
     trouble: str | None = None
     tampering: Tampering | None = None
     suspects: Sequence[GpuShare] = ()
@@ -102,22 +104,20 @@ class Observer:
 
     def observe(self, daemons: Sequence[Daemon], running: Sequence[RunningContainer]) -> Sequence[Finding]:
         """Blocks: reads files of processes. Raises OSError."""
-        kept_by = {daemon.uuid: frozenset(daemon.folder.allocations()) for daemon in daemons}
-        everyone = frozenset().union(*kept_by.values())
         self._latest |= {each.tenant.allocation: each for each in running}
+        views = {daemon.uuid: self._view(daemon, frozenset(daemon.folder.allocations())) for daemon in daemons}
+        everyone = {name for view in views.values() for name in view.allocations}
         self._latest = {name: each for name, each in self._latest.items() if name in everyone}
-        views = {daemon.uuid: (daemon, self._view(daemon, kept_by[daemon.uuid]), kept_by[daemon.uuid]) for daemon in daemons}
         seen: dict[tuple[AllocationId, int], int] = {}
         found: list[Finding] = []
         for each in running:
-            tenant = each.tenant
-            daemon, view, kept = views.get(tenant.gpus[0].uuid, (None, None, frozenset()))  # it has only this GPU, see `admit`
-            if daemon is None or view is None or tenant.allocation not in kept:
-                found.append(lost(tenant))
+            name, view = each.tenant.allocation, views.get(each.tenant.gpus[0].uuid)  # it has only this GPU, see `admit`
+            if view is None or name not in view.allocations:
+                found.append(lost(each.tenant))
                 continue
-            first = {pid: self._outside.get((tenant.allocation, pid), daemon.checks) for pid in processes_outside(each, view)}
-            seen |= {(tenant.allocation, pid): at for pid, at in first.items()}
-            lasting = [pid for pid, at in first.items() if daemon.checks - at >= _CHECKS]
+            first = {(name, pid): self._outside.get((name, pid), view.checks) for pid in processes_outside(each, view)}
+            seen |= first
+            lasting = [pid for (_, pid), at in first.items() if view.checks - at >= _CHECKS]
             waiting = each.pids[:_USERS_OF] if unserved(each, view) else ()
             users = {user for pid in waiting if (user := processes.user_of(pid)) is not None}
             found += judge(each, view, users, lasting)
@@ -130,6 +130,8 @@ class Observer:
         return View(
             protocol=daemon.config.protocol,
             multiuser=bool(daemon.config.multiuser_option),
+            checks=daemon.checks,
+            allocations=allocations,
             trouble=daemon.trouble or daemon.trial.hang,
             tampering=daemon.tampering,
             suspects=self._suspects(allocations, daemon.tampering) if daemon.tampering else (),
