@@ -143,11 +143,18 @@ async def test_kill_at_any_moment_keeps_what_was_saved(tmp_path: Path, open_chec
 # -- files that can't be trusted -------------------------------------------------------------------------------------------
 
 
-async def filled(open_checkpoint: Open) -> None:
+@pytest.fixture
+async def filled(tmp_path: Path, open_checkpoint: Open) -> Path:
+    """The file of a checkpoint with LEDGER and a note."""
     checkpoint = open_checkpoint()
     await checkpoint.save(LEDGER.since(Ledger()))
     await checkpoint.save_note("k", "v")
     await checkpoint.close()
+    return tmp_path / NAME
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 def execute(path: Path, *statements: str) -> None:
@@ -177,9 +184,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_damaged_rows_set_the_file_aside(damage: str, tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    execute(tmp_path / NAME, DAMAGES[damage])
+async def test_damaged_rows_set_the_file_aside(damage: str, filled: Path, tmp_path: Path, open_checkpoint: Open) -> None:
+    execute(filled, DAMAGES[damage])
     checkpoint = open_checkpoint()
     loaded = checkpoint.load()
     assert loaded.lost
@@ -190,9 +196,8 @@ async def test_damaged_rows_set_the_file_aside(damage: str, tmp_path: Path, open
     assert (await reopened(open_checkpoint, checkpoint)).load().ledger == LEDGER
 
 
-async def test_the_damaged_row_is_named(tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    execute(tmp_path / NAME, "UPDATE allocations SET record = '{}' WHERE id = 'id-b'")
+async def test_the_damaged_row_is_named(filled: Path, open_checkpoint: Open) -> None:
+    execute(filled, "UPDATE allocations SET record = '{}' WHERE id = 'id-b'")
     assert open_checkpoint().load().why == "the row of allocation 'id-b' can't be read: its checksum is wrong"
 
 
@@ -209,25 +214,23 @@ SALVAGED = {
 
 
 @pytest.mark.parametrize("damage", SALVAGED)
-async def test_durable_notes_survive_a_corrupt_file(damage: str, tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
+async def test_durable_notes_survive_a_corrupt_file(damage: str, filled: Path, tmp_path: Path, open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     await checkpoint.save_note("cordons", "GPU-1 \N{SNOWMAN}")
     await checkpoint.close()
-    execute(tmp_path / NAME, damage)
-    before = (tmp_path / NAME).read_bytes()
+    execute(filled, damage)
+    before = content(filled)
     checkpoint = open_checkpoint(outlive=("cordons",))
     loaded = checkpoint.load()
     assert (loaded.lost, loaded.ledger, loaded.set_aside) == (True, Ledger(), tmp_path / ASIDE)
     assert (dict(loaded.notes), loaded.notes_lost) == SALVAGED[damage]
-    assert (tmp_path / ASIDE).read_bytes() == before
+    assert content(tmp_path / ASIDE) == before
     again = (await reopened(open_checkpoint, checkpoint)).load()
     assert (again.lost, again.notes) == (False, SALVAGED[damage][0])
 
 
-async def test_where_there_was_no_such_note_none_is_lost(tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    execute(tmp_path / NAME, "UPDATE allocations SET record = '{}'")
+async def test_where_there_was_no_such_note_none_is_lost(filled: Path, tmp_path: Path, open_checkpoint: Open) -> None:
+    execute(filled, "UPDATE allocations SET record = '{}'")
     loaded = open_checkpoint(outlive=("cordons",)).load()
     assert (loaded.set_aside, loaded.notes, loaded.notes_lost) == (tmp_path / ASIDE, {}, False)
 
@@ -255,9 +258,8 @@ async def test_files_set_aside_in_one_second_have_different_names(tmp_path: Path
     assert (tmp_path / f"{ASIDE}.1").read_text() == "two"
 
 
-async def test_a_damaged_byte_loads_the_saved_state_or_nothing(tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    sound = (tmp_path / NAME).read_bytes()
+async def test_a_damaged_byte_loads_the_saved_state_or_nothing(filled: Path, tmp_path: Path, open_checkpoint: Open) -> None:
+    sound = content(filled)
     for place in [*range(0, 100, 3), *range(100, len(sound), 331)]:
         folder = tmp_path / str(place)
         folder.mkdir()
@@ -269,22 +271,20 @@ async def test_a_damaged_byte_loads_the_saved_state_or_nothing(tmp_path: Path, o
 
 
 @pytest.mark.parametrize("length", [1, 100, 4095, 4096, 9000, 20_000])
-async def test_a_truncated_file_loads_nothing(length: int, tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    os.truncate(tmp_path / NAME, length)
+async def test_a_truncated_file_loads_nothing(length: int, filled: Path, tmp_path: Path, open_checkpoint: Open) -> None:
+    os.truncate(filled, length)
     loaded = open_checkpoint().load()
     assert loaded.lost
     assert loaded.set_aside == tmp_path / ASIDE
 
 
 @pytest.mark.peer_bug("B51: its file has no version")
-async def test_a_newer_schema_is_left_alone(tmp_path: Path, open_checkpoint: Open) -> None:
-    await filled(open_checkpoint)
-    execute(tmp_path / NAME, "UPDATE schema SET version = 9")
-    before = (tmp_path / NAME).read_bytes()
+async def test_a_newer_schema_is_left_alone(filled: Path, open_checkpoint: Open) -> None:
+    execute(filled, "UPDATE schema SET version = 9")
+    before = content(filled)
     with pytest.raises(CheckpointError, match=r"newer gpumgr \(schema 9, this one reads 8 only\): start that version again"):
         open_checkpoint()
-    assert (tmp_path / NAME).read_bytes() == before
+    assert content(filled) == before
 
 
 # -- folders and disks -----------------------------------------------------------------------------------------------------
