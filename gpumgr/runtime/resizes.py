@@ -48,7 +48,7 @@ async def decide_resizes(
     if not any(undecided_resize(a, pods) for a in known.values()):
         return False
     around = _surroundings(agent_state, bursts, use, obstacle, listed=listed)
-    entries, waiting = list[HistoryEntry](), list[HistoryEntry]()
+    entries = list[HistoryEntry]()
 
     def decided(now: Ledger) -> tuple[Ledger, list[HistoryEntry]]:
         for a in [each for name, each in now.allocations.items() if name in known]:
@@ -64,7 +64,7 @@ async def decide_resizes(
                     bursts.growing = {*bursts.growing, after.gpu}
                     if obstacle is not None:
                         why = f"the resize of container {a.container or '?'} waits: {why}"
-                        waiting.append(about(a, HistoryEntry(what="event", code=WAITS, why=why)))
+                        agent_state.history.add_unless_repeated(about(a, HistoryEntry(what="event", code=WAITS, why=why)))
                     continue
                 after = refused(a, request, why)
             entries.append(about(a, _entry(a, after)))
@@ -78,8 +78,6 @@ async def decide_resizes(
             why = "the limits stay; the resize is tried again with each sample"
             log.error("resize_not_saved", error=str(error), consequence=why)
         return False
-    for entry in waiting:
-        agent_state.history.add_unless_repeated(entry)
     for entry in entries:
         write = log.info if entry.code == RESIZED else log.warning
         write("resize_decided", allocation=entry.id, pod="/".join(entry.pod or ()), code=entry.code, reason=entry.why)
