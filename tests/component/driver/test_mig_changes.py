@@ -57,6 +57,12 @@ async def in_mig_mode(node: SimNode) -> AsyncIterator[Hand]:
         yield Hand(node, nvml, {each.name: each for each in (await gpu_of(nvml, 0)).mig_profiles})
 
 
+@pytest.fixture
+async def hand(node: Prepare) -> AsyncIterator[Hand]:
+    async with in_mig_mode(node("hgx-h100-8")) as made:
+        yield made
+
+
 # -- profiles ----------------------------------------------------------------------------------------------------------------
 
 
@@ -138,117 +144,108 @@ async def test_a_mode_that_needs_a_reset_is_an_error_until_then(busy: bool, reas
 # -- create ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_mig_devices_are_created_exactly_where_they_should_be(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        made = [await hand.create(*place) for place in (("1g.10gb", 6), ("3g.40gb", 0), ("1g.20gb", 4))]
-        assert [(each.profile, each.memory_slices, each.memory_bytes) for each in made] == [
-            ("1g.10gb", 0b1000000, 9984 * MIB),
-            ("3g.40gb", 0b1111, 40448 * MIB),
-            ("1g.20gb", 0b110000, 20096 * MIB),
-        ]
-        assert len({each.uuid for each in made}) == 3
-        assert await hand.devices() == tuple(made)
+async def test_mig_devices_are_created_exactly_where_they_should_be(hand: Hand) -> None:
+    made = [await hand.create(*place) for place in (("1g.10gb", 6), ("3g.40gb", 0), ("1g.20gb", 4))]
+    assert [(each.profile, each.memory_slices, each.memory_bytes) for each in made] == [
+        ("1g.10gb", 0b1000000, 9984 * MIB),
+        ("3g.40gb", 0b1111, 40448 * MIB),
+        ("1g.20gb", 0b110000, 20096 * MIB),
+    ]
+    assert len({each.uuid for each in made}) == 3
+    assert await hand.devices() == tuple(made)
 
 
 @pytest.mark.parametrize(("profile", "start"), [("1g.10gb", 3), ("2g.20gb", 2), ("7g.80gb", 0)])
-async def test_a_place_that_is_taken_is_refused(profile: str, start: int, node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        there = await hand.create("3g.40gb", 0)
-        with pytest.raises(NvmlError, match=r"nvmlDeviceCreateGpuInstanceWithPlacement of GPU-.*: Insufficient Resources"):
-            await hand.create(profile, start)
-        assert await hand.devices() == (there,)
+async def test_a_place_that_is_taken_is_refused(profile: str, start: int, hand: Hand) -> None:
+    there = await hand.create("3g.40gb", 0)
+    with pytest.raises(NvmlError, match=r"nvmlDeviceCreateGpuInstanceWithPlacement of GPU-.*: Insufficient Resources"):
+        await hand.create(profile, start)
+    assert await hand.devices() == (there,)
 
 
-async def test_what_is_no_place_or_no_mig_gpu_is_refused(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        with pytest.raises(NvmlError, match="Invalid Argument"):
-            await hand.create("2g.20gb", 1)
-        hand.uuid = hand.node.description.uuid_of(1)
-        with pytest.raises(NvmlError, match="Not Supported"):
-            await hand.create("2g.20gb", 0)
+async def test_what_is_no_place_or_no_mig_gpu_is_refused(hand: Hand) -> None:
+    with pytest.raises(NvmlError, match="Invalid Argument"):
+        await hand.create("2g.20gb", 1)
+    hand.uuid = hand.node.description.uuid_of(1)
+    with pytest.raises(NvmlError, match="Not Supported"):
+        await hand.create("2g.20gb", 0)
 
 
 @pytest.mark.parametrize("function", [CREATE_COMPUTE, "nvmlComputeInstanceGetInfo_v2", "nvmlDeviceGetAttributes_v2"])
-async def test_after_a_failure_nothing_is_left(function: str, node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        hand.control.set_result(function, GPU_IS_LOST, gpu=0)
-        with pytest.raises(NvmlError, match=f"{function.removesuffix('_v2')}.* of {hand.uuid}: GPU is lost"):
-            await hand.create("2g.20gb", 0)
-        assert hand.control.mig_instances(0) == {}
-        hand.control.set_result(function, 0, gpu=0)
-        assert (await hand.create("7g.80gb", 0)).memory_slices == 0xFF
+async def test_after_a_failure_nothing_is_left(function: str, hand: Hand) -> None:
+    hand.control.set_result(function, GPU_IS_LOST, gpu=0)
+    with pytest.raises(NvmlError, match=f"{function.removesuffix('_v2')}.* of {hand.uuid}: GPU is lost"):
+        await hand.create("2g.20gb", 0)
+    assert hand.control.mig_instances(0) == {}
+    hand.control.set_result(function, 0, gpu=0)
+    assert (await hand.create("7g.80gb", 0)).memory_slices == 0xFF
 
 
-async def test_a_driver_without_the_compute_instance(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        hand.control.set_result("nvmlGpuInstanceGetComputeInstanceProfileInfo", FUNCTION_NOT_FOUND)
-        with pytest.raises(NvmlError, match="no compute instance of 2 slices"):
-            await hand.create("2g.20gb", 0)
-        assert hand.control.mig_instances(0) == {}
+async def test_a_driver_without_the_compute_instance(hand: Hand) -> None:
+    hand.control.set_result("nvmlGpuInstanceGetComputeInstanceProfileInfo", FUNCTION_NOT_FOUND)
+    with pytest.raises(NvmlError, match="no compute instance of 2 slices"):
+        await hand.create("2g.20gb", 0)
+    assert hand.control.mig_instances(0) == {}
 
 
-async def test_gpu_instances_that_are_left_over_are_destroyed_where_the_place_is_needed(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        there = await hand.create("1g.10gb", 6)
-        hand.control.set_result(CREATE_COMPUTE, 999)
-        hand.control.set_result(DESTROY_GPU_INSTANCE, IN_USE)
-        for start in (0, 4):
-            with pytest.raises(NvmlError, match=f"{CREATE_COMPUTE} .*Unknown"):
-                await hand.create("2g.20gb", start)
-        assert await hand.devices() == (there,)
-        hand.control.set_result(CREATE_COMPUTE, 0)
-        with pytest.raises(NvmlError, match=f"{DESTROY_GPU_INSTANCE} .*In use"):
-            await hand.create("1g.10gb", 1)
-        hand.control.set_result(DESTROY_GPU_INSTANCE, 0)
-        small = await hand.create("1g.10gb", 1)
-        assert {*await hand.devices()} == {small, there}
-        assert [each.uuid for each in hand.control.mig_instances(0).values()].count("-") == 1, "the one elsewhere stays"
-        with pytest.raises(NvmlError, match="Insufficient Resources"):
-            await hand.create("7g.80gb", 0)
-        assert {*await hand.devices()} == {small, there}
+async def test_gpu_instances_that_are_left_over_are_destroyed_where_the_place_is_needed(hand: Hand) -> None:
+    there = await hand.create("1g.10gb", 6)
+    hand.control.set_result(CREATE_COMPUTE, 999)
+    hand.control.set_result(DESTROY_GPU_INSTANCE, IN_USE)
+    for start in (0, 4):
+        with pytest.raises(NvmlError, match=f"{CREATE_COMPUTE} .*Unknown"):
+            await hand.create("2g.20gb", start)
+    assert await hand.devices() == (there,)
+    hand.control.set_result(CREATE_COMPUTE, 0)
+    with pytest.raises(NvmlError, match=f"{DESTROY_GPU_INSTANCE} .*In use"):
+        await hand.create("1g.10gb", 1)
+    hand.control.set_result(DESTROY_GPU_INSTANCE, 0)
+    small = await hand.create("1g.10gb", 1)
+    assert {*await hand.devices()} == {small, there}
+    assert [each.uuid for each in hand.control.mig_instances(0).values()].count("-") == 1, "the one elsewhere stays"
+    with pytest.raises(NvmlError, match="Insufficient Resources"):
+        await hand.create("7g.80gb", 0)
+    assert {*await hand.devices()} == {small, there}
 
 
 # -- destroy -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_mig_device_is_destroyed_and_a_second_time_is_no_error(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        first, second = await hand.create("1g.10gb", 0), await hand.create("2g.20gb", 2)
-        for _ in range(2):
-            await hand.destroy(first)
-            assert await hand.devices() == (second,)
-        assert (await hand.create("2g.20gb", 0)).uuid == first.uuid, "as NVIDIA's driver makes them"
-        await hand.nvml.destroy_mig_instance(hand.node.description.uuid_of(1), second.uuid)
-        assert second in await hand.devices(), "another GPU was named"
+async def test_a_mig_device_is_destroyed_and_a_second_time_is_no_error(hand: Hand) -> None:
+    first, second = await hand.create("1g.10gb", 0), await hand.create("2g.20gb", 2)
+    for _ in range(2):
+        await hand.destroy(first)
+        assert await hand.devices() == (second,)
+    assert (await hand.create("2g.20gb", 0)).uuid == first.uuid, "as NVIDIA's driver makes them"
+    await hand.nvml.destroy_mig_instance(hand.node.description.uuid_of(1), second.uuid)
+    assert second in await hand.devices(), "another GPU was named"
 
 
-async def test_a_mig_device_with_processes_is_not_destroyed(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        used, free = await hand.create("1g.10gb", 0), await hand.create("1g.10gb", 1)
-        on_it = [SimProcess(pid=pid, memory_bytes=MIB, mig_uuid=used.uuid) for pid in (41, 9)]
-        hand.control.set_processes(0, [*on_it, SimProcess(pid=5)])
-        assert [each.pid for each in await hand.nvml.processes(used.uuid) or ()] == [9, 41]
-        assert [each.pid for each in await hand.nvml.processes(hand.uuid) or ()] == [5, 9, 41]
-        await hand.destroy(free)
-        with pytest.raises(NvmlError, match=f"^the MIG device {used.uuid} is not destroyed, since processes use it: pid 9, 41$"):
-            await hand.destroy(used)
-        hand.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", FUNCTION_NOT_FOUND)
-        hand.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", FUNCTION_NOT_FOUND)
-        with pytest.raises(NvmlError, match=r"nvmlComputeInstanceDestroy of GPU-.*: In use by another client"):
-            await hand.destroy(used)
-        assert await hand.devices() == (used,)
+async def test_a_mig_device_with_processes_is_not_destroyed(hand: Hand) -> None:
+    used, free = await hand.create("1g.10gb", 0), await hand.create("1g.10gb", 1)
+    on_it = [SimProcess(pid=pid, memory_bytes=MIB, mig_uuid=used.uuid) for pid in (41, 9)]
+    hand.control.set_processes(0, [*on_it, SimProcess(pid=5)])
+    assert [each.pid for each in await hand.nvml.processes(used.uuid) or ()] == [9, 41]
+    assert [each.pid for each in await hand.nvml.processes(hand.uuid) or ()] == [5, 9, 41]
+    await hand.destroy(free)
+    with pytest.raises(NvmlError, match=f"^the MIG device {used.uuid} is not destroyed, since processes use it: pid 9, 41$"):
+        await hand.destroy(used)
+    hand.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", FUNCTION_NOT_FOUND)
+    hand.control.set_result("nvmlDeviceGetComputeRunningProcesses_v2", FUNCTION_NOT_FOUND)
+    with pytest.raises(NvmlError, match=r"nvmlComputeInstanceDestroy of GPU-.*: In use by another client"):
+        await hand.destroy(used)
+    assert await hand.devices() == (used,)
 
 
-async def test_what_a_failed_destruction_leaves_does_not_stay_in_the_way(node: Prepare) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        old = await hand.create("3g.40gb", 4)
-        hand.control.set_result(DESTROY_GPU_INSTANCE, IN_USE)
-        with pytest.raises(NvmlError, match=f"{DESTROY_GPU_INSTANCE} of .*In use"):
-            await hand.destroy(old)
-        hand.control.set_result(DESTROY_GPU_INSTANCE, 0)
+async def test_what_a_failed_destruction_leaves_does_not_stay_in_the_way(hand: Hand) -> None:
+    old = await hand.create("3g.40gb", 4)
+    hand.control.set_result(DESTROY_GPU_INSTANCE, IN_USE)
+    with pytest.raises(NvmlError, match=f"{DESTROY_GPU_INSTANCE} of .*In use"):
         await hand.destroy(old)
-        new = await hand.create("1g.10gb", 5)
-        assert (await hand.devices(), list(hand.control.mig_instances(0).values())) == ((new,), [new])
+    hand.control.set_result(DESTROY_GPU_INSTANCE, 0)
+    await hand.destroy(old)
+    new = await hand.create("1g.10gb", 5)
+    assert (await hand.devices(), list(hand.control.mig_instances(0).values())) == ((new,), [new])
 
 
 async def test_other_mig_devices_of_the_gpu_instance_stay(node: Prepare) -> None:
@@ -275,19 +272,18 @@ async def test_without_mig_mode_there_is_nothing_to_destroy(node: Prepare) -> No
 # -- how long it takes, and how long it lasts --------------------------------------------------------------------------------
 
 
-async def test_a_creation_that_hangs_ends(node: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with in_mig_mode(node("hgx-h100-8")) as hand:
-        monkeypatch.setattr("gpumgr.driver.driver._MIG_SECONDS", 0.2)
-        hand.control.hang(function="nvmlDeviceCreateGpuInstanceWithPlacement")
-        give_up_after(hand.nvml, 3600)  # the limit of other calls
-        with pytest.raises(NvmlError, match=f"^the driver does not answer calls about {hand.uuid}$"):
-            await hand.create("1g.10gb", 0)
-        give_up_after(hand.nvml, 10)
-        sample = (await hand.nvml.read()).sample
-        assert (len(sample.gpus), [*sample.failures]) == (7, [hand.uuid])
-        hand.control.release()
-        await until_calls_return(hand.nvml)
-        assert len(await hand.devices()) == 1, "the driver has gone on"
+async def test_a_creation_that_hangs_ends(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.driver.driver._MIG_SECONDS", 0.2)
+    hand.control.hang(function="nvmlDeviceCreateGpuInstanceWithPlacement")
+    give_up_after(hand.nvml, 3600)  # the limit of other calls
+    with pytest.raises(NvmlError, match=f"^the driver does not answer calls about {hand.uuid}$"):
+        await hand.create("1g.10gb", 0)
+    give_up_after(hand.nvml, 10)
+    sample = (await hand.nvml.read()).sample
+    assert (len(sample.gpus), [*sample.failures]) == (7, [hand.uuid])
+    hand.control.release()
+    await until_calls_return(hand.nvml)
+    assert len(await hand.devices()) == 1, "the driver has gone on"
 
 
 async def test_mig_devices_outlive_the_session_and_end_with_the_driver_or_a_reset(node: Prepare, tmp_path: Path) -> None:

@@ -100,13 +100,10 @@ def test_recovery_takes_consecutive_successful_checks() -> None:
 
 
 def test_a_known_recovery_action_overrides_the_error_counter() -> None:
+    assert after(HealthReading()).state == "healthy", "a driver without health values"
     assert after(HealthReading(double_bit_errors=2, recovery_action=0)).state == "healthy"
     assert after(DoubleBitError(), *[HealthReading(double_bit_errors=1)] * 9).state == "unhealthy"
     assert after(DoubleBitError(), *[HealthReading(double_bit_errors=0)] * 3).state == "healthy"
-
-
-def test_a_driver_without_health_values_counts_as_healthy() -> None:
-    assert after(HealthReading()).state == "healthy"
 
 
 def test_a_later_certain_fault_replaces_the_reason_and_a_doubt_does_not() -> None:

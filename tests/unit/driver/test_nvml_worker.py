@@ -168,14 +168,5 @@ def test_an_answer_after_the_loop_ended_is_dropped_and_a_new_loop_is_served(work
     async def again() -> int:
         return await worker.call(lambda: 4, timeout_seconds=5)
 
+    worker.close()
     assert asyncio.run(again()) == 4
-    worker.close()
-
-
-async def test_close_can_be_repeated_and_work_begins_anew_after_it(worker: NvmlWorker) -> None:
-    worker.close()
-    assert await worker.call(lambda: 5, timeout_seconds=5) == 5
-    worker.close()
-    worker.close()
-    assert await worker.call(lambda: 6, timeout_seconds=5) == 6
-    worker.close()

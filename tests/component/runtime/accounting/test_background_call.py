@@ -1,27 +1,10 @@
-"""Background calls: the caller's wait is bounded, one call runs at a time, and one that takes long is logged."""
+"""Background calls: one that takes long is logged."""
 
 import asyncio
 
 from structlog.testing import capture_logs
 
 from gpumgr.runtime.process_owners import LONG_SECONDS, BackgroundCall
-
-
-async def test_a_call_runs_on_after_the_timeout_and_only_once_at_a_time() -> None:
-    release, begun = asyncio.Event(), list[int]()
-
-    async def work() -> None:
-        begun.append(1)
-        await release.wait()
-
-    call = BackgroundCall("look")
-    assert not await call.start(work, timeout_seconds=0.01)
-    assert not await call.start(work, timeout_seconds=0.01)
-    release.set()
-    await asyncio.sleep(0)
-    assert await call.start(work, timeout_seconds=60)
-    assert len(begun) == 2
-    await call.close()
 
 
 async def test_a_call_that_takes_long_is_logged_once() -> None:
