@@ -1,12 +1,12 @@
 """`gpumgr install`: the agent as a systemd service of this host, and HAMi-core's library.
 
-`install library` does the same as the init container of config/image/hami-core (install.sh there). The library's folder is named after its
-SHA-256, and a link selects one. Older copies stay, because a restarted container mounts the copy with which it was created.
+`install library` checks the library, and runs the script of the init container of config/image/hami-core.
 """
 
-import fcntl
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +18,9 @@ import msgspec
 import gpumgr
 from gpumgr.cli.options import DEFAULT_CONFIG, UNREAD_FILE, ExitingCommand, effective_settings, unread_sentence
 from gpumgr.common.errors import GpumgrError, InputError
-from gpumgr.common.files import FileIdentity, replace_file, sync_folder, temporary_of
+from gpumgr.common.files import replace_file
 from gpumgr.enforcement.hami_core.probe import EXPORTS, refusal
-from gpumgr.enforcement.operator_library import LibraryError, check, install, installed_path, make_folder
+from gpumgr.enforcement.operator_library import LibraryError, check
 from gpumgr.settings.profile import LIBRARY, VERSION
 
 _EXIT_CODES: Final = {
@@ -151,40 +151,16 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
     checked = check(source, sha256, exports=EXPORTS)
     if (reason := refusal(checked)) is not None:
         raise LibraryError(reason)
-    installed = installed_path(folder, checked.sha256, LIBRARY)
-    with _locked(folder):
-        before = FileIdentity.at(installed)
-        after = FileIdentity.at(install(checked, folder, LIBRARY))
-        click.echo(f"{'unchanged ' if before == after else 'write     '} {installed}")
-        _write(installed.with_name(VERSION), f"{version}\n".encode())
-        _select(folder / LIBRARY, f"{checked.sha256}/{LIBRARY}")
-
-
-def _select(link: Path, target: str) -> None:
-    """The change is atomic, and may replace a link. Raises GpumgrError if another kind of file is there."""
-    if link.is_symlink() and os.readlink(link) == target:
-        click.echo(f"unchanged  {link} -> {target}")
-        return
-    if os.path.lexists(link) and not link.is_symlink():
-        raise GpumgrError(f"{link} is not a link of gpumgr: move it away, and try again")
-    new = temporary_of(link)
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)
-    sync_folder(link.parent)
-    click.echo(f"link       {link} -> {target}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The init container takes the same lock. Raises OSError."""
-    make_folder(folder)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    with tempfile.TemporaryDirectory(prefix="gpumgr-install-") as place:
+        image = Path(place)
+        shutil.copyfile(checked.path, image / LIBRARY)
+        (image / f"{LIBRARY}.sha256").write_text(checked.sha256)
+        (image / VERSION).write_text(version)
+        script = shutil.copyfile(SHIPPED / "install.sh", image / "install.sh")
+        done = subprocess.run(["/bin/sh", script, folder], capture_output=True, text=True)
+    if done.returncode:
+        raise GpumgrError(done.stderr.strip().removeprefix("install.sh: "))
+    click.echo(done.stdout.strip())
 
 
 @command.command("library", cls=ExitingCommand, exit_codes=_EXIT_CODES)

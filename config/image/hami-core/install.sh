@@ -1,5 +1,5 @@
 #!/bin/sh
-# Puts the libvgpu.so beside this script in place on a node, as `gpumgr install library` does:
+# Puts the libvgpu.so beside this script in place on a node; the init container and `gpumgr install library` run it:
 #
 #   FOLDER/SHA256/libvgpu.so, FOLDER/SHA256/version     the library; containers mount it, so it is replaced only if it is damaged
 #   FOLDER/libvgpu.so -> SHA256/libvgpu.so              the library of new containers; the agent takes path and SHA-256 from this link
@@ -25,7 +25,7 @@ folder=$1
 here=$(dirname "$0")
 sha256=$(cut -c 1-64 "$here/libvgpu.so.sha256")
 version=$(cat "$here/version")
-matches "$here/libvgpu.so" || fail "libvgpu.so of this image does not have the SHA-256 that its label states, $sha256: pull or build the image again"
+matches "$here/libvgpu.so" || fail "libvgpu.so does not have the SHA-256 beside it, $sha256: pull or build the image again"
 
 umask 022
 mkdir -p "$folder" || fail "$folder can't be made: mount the node's folder there, writable"

@@ -22,7 +22,7 @@ PROGRAMS = ("sim/nvml.c", "compat/gpu_manager/vcuda/gpu-client.c")
 SHIPPED = """
 import sys
 from gpumgr.cli.install import SHIPPED
-for name in ("gpumgr.yaml", "gpumgr.service"):
+for name in ("gpumgr.yaml", "gpumgr.service", "install.sh"):
     print((SHIPPED / name).resolve())
 """
 
@@ -54,11 +54,12 @@ def test_it_brings_the_simulated_nodes(installed: Installed) -> None:
     assert '"gpus":[0,1]' in installed.run("gpumgr", "place", "--sim", "hgx-h100-8", "--cores", "200")
 
 
-def test_it_brings_the_unit_and_the_settings(installed: Installed) -> None:
-    settings, unit = map(Path, installed.run("python", "-c", SHIPPED).split())
+def test_it_brings_the_unit_the_settings_and_the_script_for_libraries(installed: Installed) -> None:
+    settings, unit, script = map(Path, installed.run("python", "-c", SHIPPED).split())
     assert settings.is_relative_to(installed.packages)
     assert settings.read_bytes() == (PROJECT / "config" / "gpumgr.yaml").read_bytes()
     assert unit.read_bytes() == (PROJECT / "systemd" / "gpumgr.service").read_bytes()
+    assert script.read_bytes() == (PROJECT / "config" / "image" / "hami-core" / "install.sh").read_bytes()
     assert installed.run("gpumgr", "config", "check", settings) == "ok\n"
 
 

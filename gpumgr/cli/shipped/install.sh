@@ -1,0 +1,1 @@
+../../../config/image/hami-core/install.sh
