@@ -2,12 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 
-from gpumgr.common.units import BLOCK_MEBIBYTES
+from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
+from gpumgr.ledger.callers import Caller
+from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import GpuRegistry, Masks
-from gpumgr.ledger.ledger import Ledger
+from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.placement.devices import Level, Topology
 from gpumgr.placement.pods import ContainerSpec, PodView
+
+#: The names of the first GPUs.
+ONE, TWO, THREE, FOUR = (f"{index:08x}" for index in range(4))
+
+
+def low(number: int) -> int:
+    """The lowest ids of a GPU, so many."""
+    return (1 << number) - 1
 
 
 def cards_of(blocks: Sequence[int]) -> GpuRegistry:
@@ -30,12 +40,17 @@ def topology_of(count: int, *, group: int = 2) -> Topology:
 
 
 def node_of(
-    gpu_registry: GpuRegistry, *, unschedulable: Mapping[str, str] | None = None, visible: Masks | None = None
+    gpu_registry: GpuRegistry,
+    *,
+    unschedulable: Mapping[str, str] | None = None,
+    visible: Masks | None = None,
+    lost: GpuName | None = None,
 ) -> NodeView:
+    """`lost`: a GPU that the driver does not list."""
     return NodeView(
         topology=topology_of(len(gpu_registry.gpus)),
-        rows={gpu.name: row for row, gpu in enumerate(gpu_registry.gpus)},
-        indices={gpu.name: index for index, gpu in enumerate(gpu_registry.gpus)},
+        rows={gpu.name: row for row, gpu in enumerate(gpu_registry.gpus) if gpu.name != lost},
+        indices={gpu.name: index for index, gpu in enumerate(gpu_registry.gpus) if gpu.name != lost},
         unschedulable=unschedulable or {},
         visible_blocks=visible if visible is not None else {gpu.name: gpu.all_ids("memory") for gpu in gpu_registry.gpus},
     )
@@ -43,6 +58,11 @@ def node_of(
 
 def empty(blocks: Sequence[int] = (16, 16, 16, 16)) -> Ledger:
     return Ledger(cards_of(blocks))
+
+
+def ledger_of(*allocations: Allocation, blocks: Sequence[int] = (16, 16, 16, 16)) -> Ledger:
+    """In this order; not checked."""
+    return Ledger(cards_of(blocks), {each.id: each for each in allocations})
 
 
 def pod(
@@ -63,3 +83,14 @@ def init(cores: int, memory_blocks: int = 0, name: str = "prepare") -> Container
 
 def sidecar(cores: int, memory_blocks: int = 0, name: str = "side") -> ContainerSpec:
     return ContainerSpec(name=name, kind="sidecar", cores=cores, memory_blocks=memory_blocks)
+
+
+def caller(view: PodView, spec: ContainerSpec | None = None) -> Caller:
+    """The pod's container, by default its first one."""
+    return Caller(pod=view.key, view=view, spec=spec or view.containers[0])
+
+
+def given(ledger: Ledger, who: Caller, kind: Resource, masks: Masks, **node: object) -> Ledger:
+    """The ledger with the grant in it, checked."""
+    view, granted = node_of(ledger.gpu_registry, **node), len(ledger.allocations)  # type: ignore[arg-type]
+    return ledger.occupy(grant(view, ledger, who, kind, masks, new_id=f"a{granted}", now=float(granted), why="test")).check()

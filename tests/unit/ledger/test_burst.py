@@ -6,20 +6,20 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
-from gpumgr.common.units import Amounts
+from gpumgr.common.units import Amounts, Resource
 from gpumgr.ledger.burst import ContainerMemory, GpuMemory, wanted_limits
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, candidates, choose
-from gpumgr.ledger.ids import count
+from gpumgr.ledger.ids import ALL_CORES, Masks, count
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import node_devices
 from gpumgr.ledger.replicas import choose_replicas
 from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.requests import ReplicaRequest
-from tests.unit.ledger.nodes import app, cards_of, empty, node_of, pod
+from tests.unit.ledger.nodes import ONE as GPU
+from tests.unit.ledger.nodes import TWO, app, caller, cards_of, empty, node_of, pod
 
 GIB = 1 << 30
-GPU = "00000000"
 SHARE = Allocation(id="a", container="main", gpus={GPU: Amounts(30, 1024)})
 
 
@@ -138,7 +138,9 @@ def test_what_others_may_take_is_missing_too() -> None:
 
 @pytest.mark.parametrize(("mebibytes", "closed"), [(0, 0), (1, 1), (256, 1), (257, 2), (4096, 14)])
 def test_what_a_burst_holds_closes_free_ids(mebibytes: int, closed: int) -> None:
-    ledger = held(blocks=2)
+    ledger = Ledger(cards_of([16]))
+    ids: dict[Resource, Masks] = {"core": {GPU: 0b1}, "memory": {GPU: 0b11}}
+    ledger = ledger.occupy(Allocation(id="a").with_ids(ledger.gpu_registry, ids, [GPU]))
     node = replace(node_of(ledger.gpu_registry), burst_mebibytes={GPU: mebibytes} if mebibytes else {})
     (devices,) = node_devices(ledger, node, failed=())
     assert devices.healthy_blocks.bit_count() == 16 - closed
@@ -149,13 +151,11 @@ def test_what_a_burst_holds_closes_free_ids(mebibytes: int, closed: int) -> None
 
 def test_what_a_burst_holds_is_not_granted() -> None:
     """The kubelet may still offer ids that have just closed."""
-    ledger = Ledger(cards_of([16, 16]))
-    names = [gpu.name for gpu in ledger.gpu_registry.gpus]
-    node = replace(node_of(ledger.gpu_registry), burst_mebibytes={names[0]: 15 * 256})
-    request = Request(resource="core", available=dict.fromkeys(names, (1 << 100) - 1), must={}, size=10)
-    view = pod("p", app(10, 2))
-    choice = choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
-    assert ([*choice.masks], count(choice.masks)) == ([names[1]], 10)
+    ledger = empty([16, 16])
+    node = replace(node_of(ledger.gpu_registry), burst_mebibytes={GPU: 15 * 256})
+    request = Request(resource="core", available=dict.fromkeys((GPU, TWO), ALL_CORES), must={}, size=10)
+    choice = choose(node, ledger, caller(pod("p", app(10, 2))), request)
+    assert ([*choice.masks], count(choice.masks)) == ([TWO], 10)
 
 
 def test_replicas_are_chosen_and_offered_without_what_a_burst_holds() -> None:
@@ -178,11 +178,4 @@ FREE_REPLICAS = Request(resource="replica", available={GPU: 0b11_1111_1110}, mus
 
 def replica(mebibytes: int) -> Caller:
     spec = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, cores=10, memory_mebibytes=mebibytes))
-    view = pod("p", spec)
-    return Caller(pod=view.key, view=view, spec=spec)
-
-
-def held(*, blocks: int) -> Ledger:
-    ledger = Ledger(cards_of([16]))
-    share = Allocation(id="a").with_ids(ledger.gpu_registry, {"core": {GPU: 0b1}, "memory": {GPU: (1 << blocks) - 1}}, [GPU])
-    return ledger.occupy(share)
+    return caller(pod("p", spec))

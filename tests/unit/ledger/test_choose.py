@@ -13,13 +13,7 @@ from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import chain_needs
 from tests.allocations import allocated
 
-from .nodes import app, empty, init, node_of, pod, sidecar
-
-ONE, TWO, THREE, FOUR = "00000000", "00000001", "00000002", "00000003"
-
-
-def low(number: int) -> int:
-    return (1 << number) - 1
+from .nodes import FOUR, ONE, THREE, TWO, app, caller, empty, init, low, node_of, pod, sidecar
 
 
 def asked(
@@ -32,11 +26,10 @@ def asked(
     must: Masks | None = None,
     **node: object,
 ) -> Choice:
-    view = pod("new", *containers)
-    caller = who or (Caller(pod=view.key, view=view, spec=view.containers[0]) if containers else UNKNOWN_CALLER)
+    who = who or (caller(pod("new", *containers)) if containers else UNKNOWN_CALLER)
     every = {gpu.name: gpu.all_ids(kind) & ~ledger.held(kind).get(gpu.name, 0) for gpu in ledger.gpu_registry.gpus}
     request = Request(resource=kind, available=every if available is None else available, must=must or {}, size=size)
-    choice = choose(node_of(ledger.gpu_registry, **node), ledger, caller, request)  # type: ignore[arg-type]
+    choice = choose(node_of(ledger.gpu_registry, **node), ledger, who, request)  # type: ignore[arg-type]
     assert count(choice.masks) == size
     return choice
 
@@ -72,10 +65,9 @@ def test_a_gpu_is_called_by_the_drivers_index_and_not_by_its_row() -> None:
     node = replace(node_of(ledger.gpu_registry), indices={ONE: 2, TWO: 5})
     assert [node.label(gpu) for gpu in (ONE, TWO, THREE)] == ["GPU2 (00000000)", "GPU5 (00000001)", "GPU 00000002"]
     assert [candidate.index for candidate in candidates(node, ledger)] == [2, 5]
-    view = pod("new", app(30, 4))
     request = Request(resource="core", available={}, must={}, size=30)
     with pytest.raises(Refusal, match=r"GPU2 \(00000000\) .*, GPU5 \(00000001\)"):
-        choose(node, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
+        choose(node, ledger, caller(pod("new", app(30, 4))), request)
 
 
 def test_blocks_that_the_kubelet_may_not_see_yet_are_not_counted_on() -> None:
@@ -125,14 +117,8 @@ def test_a_share_that_must_span_two_gpus_is_refused() -> None:
 
 
 def test_a_required_gpu_that_is_gone_is_refused() -> None:
-    ledger = empty()
-    node = node_of(ledger.gpu_registry)
-    rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
-    hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
-    view = pod("new", app(30, 4))
-    request = Request(resource="core", available={TWO: ALL_CORES}, must={ONE: 1}, size=30)
     with pytest.raises(Refusal, match="the driver no longer lists GPU 00000000, and the container must be on it") as refused:
-        choose(hidden, ledger, Caller(pod=view.key, view=view, spec=view.containers[0]), request)
+        asked(empty(), "core", 30, app(30, 4), available={TWO: ALL_CORES}, must={ONE: 1}, lost=ONE)
     assert refused.value.code == "gpu_unhealthy"
 
 

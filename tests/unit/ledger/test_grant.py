@@ -7,7 +7,6 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
 from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller
 from gpumgr.ledger.choose import Request, choose
-from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
@@ -15,26 +14,7 @@ from gpumgr.placement.pods import ContainerSpec, PodView
 from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from tests.allocations import allocated, block_count
 
-from .nodes import app, empty, init, node_of, pod, sidecar
-
-ONE, TWO, THREE = "00000000", "00000001", "00000002"
-
-
-def caller(view: PodView, spec: ContainerSpec | None = None) -> Caller:
-    return Caller(pod=view.key, view=view, spec=spec or view.containers[0])
-
-
-def given(ledger: Ledger, who: Caller, kind: Resource, masks: Masks, **node: object) -> Ledger:
-    """The ledger with the grant in it, checked."""
-    name = f"a{len(ledger.allocations)}"
-    view = node_of(ledger.gpu_registry, **node)  # type: ignore[arg-type]
-    return ledger.occupy(
-        grant(view, ledger, who, kind, masks, new_id=name, now=float(len(ledger.allocations)), why="test")
-    ).check()
-
-
-def low(number: int) -> int:
-    return (1 << number) - 1
+from .nodes import ONE, THREE, TWO, app, caller, empty, given, init, low, node_of, pod, sidecar
 
 
 def test_the_two_calls_of_a_container_make_one_allocation() -> None:
@@ -114,12 +94,8 @@ def test_the_refusal_of_an_unschedulable_gpu_has_the_reason() -> None:
 
 
 def test_a_gpu_that_the_driver_does_not_list_is_not_granted() -> None:
-    ledger = empty()
-    node = node_of(ledger.gpu_registry)
-    rows = {gpu: row for gpu, row in node.rows.items() if gpu != ONE}
-    hidden = type(node)(topology=node.topology, rows=rows, visible_blocks=node.visible_blocks)
     with pytest.raises(Refusal, match="GPU 00000000 can't be granted: the driver does not list it"):
-        grant(hidden, ledger, SHARE, "core", {ONE: low(30)}, new_id="a", now=0.0, why="")
+        given(empty(), SHARE, "core", {ONE: low(30)}, lost=ONE)
 
 
 # -- ids taken over from init containers -----------------------------------------------------------------------------------

@@ -1,43 +1,26 @@
 """The ledger's laws, one by one; that no history breaks them is in tests/property."""
 
+from typing import Any
+
 import pytest
 
-from gpumgr.ledger.ids import ALL_CORES, Masks
-from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.ledger.ids import ALL_CORES, NO_IDS, Masks
+from gpumgr.ledger.ledger import Allocation
 from tests.allocations import allocated
 
-from .nodes import cards_of, empty
-
-ONE, TWO = "00000000", "00000001"
+from .nodes import ONE, TWO, cards_of, ledger_of
 
 
 def held(
     name: str,
-    cores: Masks | None = None,
-    blocks: Masks | None = None,
+    cores: Masks = NO_IDS,
+    blocks: Masks = NO_IDS,
     *,
-    gpus: tuple[str, ...] = (ONE,),
-    init: bool = False,
     pod: str | None = None,
-    uid: str | None = None,
+    gpus: tuple[str, ...] = (ONE,),
+    **more: Any,
 ) -> Allocation:
-    return allocated(
-        id=name,
-        pod=("team", pod or name),
-        uid=uid,
-        container="main",
-        init=init,
-        cores=cores or {},
-        blocks=blocks or {},
-        gpus=gpus,
-    )
-
-
-def ledger_of(*allocations: Allocation) -> Ledger:
-    ledger = empty()
-    for allocation in allocations:
-        ledger = ledger.occupy(allocation)
-    return ledger
+    return allocated(id=name, pod=("team", pod or name), container="main", cores=cores, blocks=blocks, gpus=gpus, **more)
 
 
 def test_shares_of_one_gpu_are_sound() -> None:

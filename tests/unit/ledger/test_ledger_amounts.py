@@ -9,13 +9,12 @@ from msgspec.structs import replace
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES
-from gpumgr.ledger.ledger import Allocation, Change, ClaimRequest, Ledger, MigDevice, Resize, current_shares, holdings
+from gpumgr.ledger.ledger import Allocation, Change, ClaimRequest, MigDevice, Resize, current_shares, holdings
 from gpumgr.placement.pods import ResizeRequest
 from tests.allocations import allocated
 
-from .nodes import empty
+from .nodes import ONE, TWO, empty, ledger_of, low
 
-ONE, TWO = "00000000", "00000001"
 GPU_MEBIBYTES = 4096
 WHOLE = Amounts(CORES_PER_GPU, GPU_MEBIBYTES)
 
@@ -27,7 +26,7 @@ def granted(name: str, gpus: Mapping[str, Amounts], *, pod: str | None = None, *
 
 def share(name: str, cores: int, blocks: int, *, pod: str | None = None, shift: int = 0, **fields: Any) -> Allocation:
     """By ids, on the first GPU."""
-    masks = {ONE: ((1 << cores) - 1) << shift}, {ONE: ((1 << blocks) - 1) << shift}
+    masks = {ONE: low(cores) << shift}, {ONE: low(blocks) << shift}
     return allocated(id=name, pod=("team", pod or name), container="main", cores=masks[0], blocks=masks[1], **fields)
 
 
@@ -37,10 +36,6 @@ def resized(allocation: Allocation, cores: int, mebibytes: int) -> Allocation:
 
 def claim(uid: str, **fields: Any) -> ClaimRequest:
     return ClaimRequest(namespace="team", name=f"claim-{uid}", uid=uid, request="gpu", **fields)
-
-
-def ledger_of(*allocations: Allocation) -> Ledger:
-    return Ledger(empty().gpu_registry, {each.id: each for each in allocations})
 
 
 def test_ids_count_where_a_container_has_them_and_amounts_where_not() -> None:

@@ -14,7 +14,7 @@ from gpumgr.placement.devices import Gpu, Level, Topology
 from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import ReplicaRequest
 
-from .nodes import pod
+from .nodes import caller, pod
 
 UUID = "GPU-0000000a-0000-0000-0000-000000000000"
 GPU = "0000000a"
@@ -56,8 +56,7 @@ def test_blocks_are_what_is_left_to_the_mebibyte() -> None:
 
 
 def percent(percentage: int) -> Caller:
-    view = pod("p", ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=percentage)))
-    return Caller(pod=view.key, view=view, spec=view.containers[0])
+    return caller(pod("p", ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=percentage))))
 
 
 def test_replicas_count_with_the_memory_that_a_gpu_has_now() -> None:

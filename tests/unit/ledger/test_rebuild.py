@@ -15,9 +15,7 @@ from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 from tests.allocations import allocated, block_count
 from tests.listings import listing_from
 
-from .nodes import app, empty, init, pod
-
-ONE, TWO = "00000000", "00000001"
+from .nodes import ONE, TWO, app, empty, init, low, pod
 
 
 def entry(
@@ -252,7 +250,7 @@ def test_a_share_is_reserved_on_the_gpu_of_its_minor_number() -> None:
     (a,) = moved(empty(), record(3)).added
     assert (tuple(a.gpus), a.held("core"), a.held("memory"), a.anonymous, a.pod, a.uid) == (
         (TWO,),
-        {TWO: (1 << 30) - 1},
+        {TWO: low(30)},
         {TWO: 0b1111},
         True,
         None,

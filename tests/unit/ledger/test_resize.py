@@ -12,9 +12,9 @@ from gpumgr.ledger.resize import Surroundings, Waits, decide
 from gpumgr.placement.pods import NO_RESIZE, ResizeRequest
 from tests.allocations import allocated
 
-from .nodes import empty
+from .nodes import ONE as GPU
+from .nodes import ledger_of, low
 
-GPU = "00000000"
 MIB = 1 << 20
 
 
@@ -27,19 +27,12 @@ def share(name: str, cores: int, blocks: int, **fields: Any) -> Allocation:
             pod=("team", name),
             uid=f"uid-{name}",
             container="main",
-            cores={GPU: (1 << cores) - 1 << (0 if first else 100 - cores)},
-            blocks={GPU: (1 << blocks) - 1 << (0 if first else 16 - blocks)},
+            cores={GPU: low(cores) << (0 if first else 100 - cores)},
+            blocks={GPU: low(blocks) << (0 if first else 16 - blocks)},
             mechanisms=("limiter",),
         ),
         **fields,
     )
-
-
-def ledger_of(*allocations: Allocation) -> Ledger:
-    ledger = empty((16,))
-    for each in allocations:
-        ledger = ledger.occupy(each)
-    return ledger.check()
 
 
 def around(used: Mapping[str, int | None] | None = None, **fields: Any) -> Surroundings:

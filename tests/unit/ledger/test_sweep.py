@@ -16,33 +16,16 @@ from gpumgr.placement.pods import Listing, PodKey, PodView
 from tests.allocations import allocated
 from tests.listings import listing_from
 
-from .nodes import app, empty, init, pod
-
-ONE, TWO = "00000000", "00000001"
+from .nodes import ONE, TWO, app, empty, init, ledger_of, pod
 
 
 def held(
-    name: str,
-    cores: Masks | None = None,
-    blocks: Masks | None = None,
-    *,
-    owner: str | None = "a",
-    uid: str | None = "uid-a",
-    container: str | None = "main",
-    init: bool = False,
-    anonymous: bool = False,
+    name: str, cores: Masks | None = None, blocks: Masks | None = None, *, owner: str | None = "a", **fields: Any
 ) -> Allocation:
-    return allocated(
-        id=name,
-        pod=("team", owner) if owner else None,
-        uid=uid,
-        container=container,
-        init=init,
-        anonymous=anonymous,
-        cores=cores or {},
-        blocks=blocks or {},
-        gpus=(ONE,),
-    )
+    """By default of the container `main`, whose pod has a UID."""
+    pod = ("team", owner) if owner else None
+    about = {"uid": "uid-a", "container": "main", **fields}
+    return allocated(id=name, pod=pod, cores=cores or {}, blocks=blocks or {}, gpus=(ONE,), **about)
 
 
 def sweep(*arguments: Any, **options: Any) -> Swept:
@@ -53,13 +36,6 @@ def sweep(*arguments: Any, **options: Any) -> Swept:
 
 
 SHARE = held("a", {ONE: 0b11}, {ONE: 0b1})
-
-
-def ledger_of(*allocations: Allocation) -> Ledger:
-    ledger = empty()
-    for allocation in allocations:
-        ledger = ledger.occupy(allocation)
-    return ledger
 
 
 def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
