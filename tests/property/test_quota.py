@@ -14,19 +14,25 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import AskingPod, PlacedPod, PodRequest
-from tests.cluster_states import expect, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, expect, node_state, request, share
 
 
 def gpus(name: str, models: tuple[str, ...]) -> NodeState:
+    """An A100 has twice the memory of a V100. On n2 the agent chooses."""
     state = node_state(name, len(models))
-    made = tuple(replace(gpu, model=model) for gpu, model in zip(state.gpus, models, strict=True))
-    return replace(state, gpus=made, pool="x", model_label=models[0])
+    made = tuple(
+        replace(gpu, model=model, memory_mebibytes=GPU_MEBIBYTES * (2 if model == "A100" else 1))
+        for gpu, model in zip(state.gpus, models, strict=True)
+    )
+    return replace(state, gpus=made, pool="x", model_label=models[0], naming="none" if name == "n2" else "uuid")
 
 
 DIFFERENT = (("A100", "A100", "V100", "V100"), ("V100", "A100"), ("A100", "V100") * 3)
 PLACES = ("n0", "n1", "n2", "a", "v")
-NARROW = st.builds(Limit, cores=st.sampled_from([80, 100, 200]), model=st.sampled_from(["A100", "V100", ""])) | st.builds(
-    Limit, gpus=st.integers(1, 3), model=st.sampled_from(["A100", "V100"])
+NARROW = (
+    st.builds(Limit, cores=st.sampled_from([80, 100, 200]), model=st.sampled_from(["A100", "V100", ""]))
+    | st.builds(Limit, gpus=st.integers(0, 3), model=st.sampled_from(["A100", "V100"]))
+    | st.builds(Limit, memory_mebibytes=st.sampled_from([GPU_MEBIBYTES, 3 * GPU_MEBIBYTES]))
 )
 WANTED = (
     share(40, 4),
@@ -100,5 +106,6 @@ def test_a_kept_answer_equals_a_new_one(
         if isinstance(found, Rejection):
             assert not allowed
         else:
-            assert {name for name, _ in found} <= set(allowed)
+            assert all(chosen_on(name) == choice for name, choice in found), "bind and preemption choose as filter does"
+            assert len(found) == min(most, len(allowed))
             assert not any(refused(name, choice) for name, choice in found)
