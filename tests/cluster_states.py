@@ -7,7 +7,9 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.explain import Rejection
+from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import GpuState, Naming, NodeState
+from gpumgr.cluster.core.quota import Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Shares, pod_request
 from gpumgr.cluster.core.victims import Eviction, Preemptor, find_eviction
 from gpumgr.placement.pods import ContainerSpec
@@ -63,6 +65,13 @@ def node_state(
         naming=naming,
         reported_shares=reported_shares or {},
     )
+
+
+def index_of(*nodes: NodeState, quotas: Quotas | None = None) -> ClusterIndex:
+    index = ClusterIndex(quotas)
+    for node in nodes:
+        index.set_node(node)
+    return index
 
 
 def request(*containers: tuple[ContainerKind, int, int]) -> PodRequest:

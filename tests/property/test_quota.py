@@ -14,17 +14,14 @@ from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import AskingPod, PlacedPod, PodRequest
-from tests.cluster_states import GPU_MEBIBYTES, expect, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, expect, index_of, node_state, request, share
 
 
 def gpus(name: str, models: tuple[str, ...]) -> NodeState:
     """An A100 has twice the memory of a V100. On n2 the agent chooses."""
-    state = node_state(name, len(models))
-    made = tuple(
-        replace(gpu, model=model, memory_mebibytes=GPU_MEBIBYTES * (2 if model == "A100" else 1))
-        for gpu, model in zip(state.gpus, models, strict=True)
-    )
-    return replace(state, gpus=made, pool="x", model_label=models[0], naming="none" if name == "n2" else "uuid")
+    state = node_state(name, len(models), models=models, naming="none" if name == "n2" else "uuid")
+    made = (replace(gpu, memory_mebibytes=GPU_MEBIBYTES * (2 if gpu.model == "A100" else 1)) for gpu in state.gpus)
+    return replace(state, gpus=tuple(made), pool="x", model_label=models[0])
 
 
 DIFFERENT = (("A100", "A100", "V100", "V100"), ("V100", "A100"), ("A100", "V100") * 3)
@@ -78,9 +75,8 @@ def test_a_kept_answer_equals_a_new_one(
 ) -> None:
     """Each change happens after some steps of a call that asks the same."""
     quotas = Quotas({"one": NamespaceQuota(limits=tuple(limits))})
-    index = ClusterIndex(quotas)
-    for name in PLACES:
-        index.set_node(gpus(name, {"a": ("A100",) * 4, "v": ("V100",) * 4}.get(name, DIFFERENT[0])))
+    models = {"a": ("A100",) * 4, "v": ("V100",) * 4}
+    index = index_of(*(gpus(name, models.get(name, DIFFERENT[0])) for name in PLACES), quotas=quotas)
 
     def question(*, keep: bool = True) -> Question:
         return Question(index, wanted, "binpack", "one", keep=keep)

@@ -65,11 +65,6 @@ def test_the_library_is_installed_and_selected(library: Path, image: Path, capsy
 def test_another_file_than_was_meant_is_refused_and_changes_nothing(library: Path, image: Path) -> None:
     with pytest.raises(LibraryError, match="has SHA-256"):
         install(library, image, sha256="0" * 64)
-    library.write_text("no library")
-    with pytest.raises(LibraryError, match="is not an ELF file"):
-        install(library, image)
-    with pytest.raises(LibraryError, match="can't read the library"):
-        install(library.with_name("missing"), image)
     assert not (image / LIB).exists()
 
 

@@ -34,24 +34,10 @@ def live(metadata: Mapping[str, Any] | None = None, budgets: list[Json] | None =
     return pod
 
 
-@pytest.mark.parametrize(
-    ("spec", "cpu"),
-    [
-        ({"containers": [container("100m"), container("1.5")]}, 1600),
-        ({"containers": [container(limit="2")]}, 2000),
-        ({"containers": [container("1n")]}, 1),
-        ({"containers": [container("1")], "initContainers": [container("3"), container("2")]}, 3000),
-        ({"containers": [container("1")], "initContainers": [container("2", restartPolicy="Always"), container("500m")]}, 3000),
-        ({"containers": [container("1")], "initContainers": [container("2", restartPolicy="Always"), container("4")]}, 6000),
-        ({"containers": [container("1")], "initContainers": [container("4"), container("2", restartPolicy="Always")]}, 4000),
-        ({"containers": [container("1")], "overhead": {"cpu": "250m"}}, 1250),
-        ({"containers": [container("1")], "resources": {"requests": {"cpu": "5"}}}, 5000),
-        ({"containers": [container("1")], "resources": {"limits": {"cpu": "40"}}}, 1000),
-        ({"containers": [container()], "resources": {"limits": {"cpu": "4"}}}, 4000),
-    ],
-)
-def test_requests_are_added_up_as_kube_scheduler_does(spec: Mapping[str, Any], cpu: int) -> None:
-    assert live(**spec).requests == {"cpu": cpu, "pods": 1}
+def test_requests_are_in_the_units_of_the_simulation() -> None:
+    resources = {"requests": {"cpu": "100m", "memory": "1500m", "x.io/a": "0"}}
+    spec = {"containers": [container("1.5"), {"name": "c", "resources": resources}], "overhead": {"memory": "1Gi"}}
+    assert live(**spec).requests == {"cpu": 1600, "memory": (1 << 30) + 2, "pods": 1}
 
 
 GPU = [{"name": "c", "resources": {"limits": {"tencent.com/vcuda-core": "10", "tencent.com/vcuda-memory": "1"}}}]

@@ -43,13 +43,6 @@ def test_invalid_requests_are_refused(cores: int, blocks: int, words: str) -> No
     assert caught.value.code == "invalid_request"
 
 
-@pytest.mark.parametrize("cores", [0, -100, 101, 250])
-def test_place_refuses_invalid_cores(cores: int) -> None:
-    with pytest.raises(Refusal) as caught:
-        place(PAIRS, capacities(4), cores=cores, memory_blocks=0)
-    assert caught.value.code == "invalid_request"
-
-
 def refused(gpus: list[GpuCapacity], cores: int, blocks: int, required: tuple[int, ...] = ()) -> Refusal:
     with pytest.raises(Refusal) as caught:
         place(PAIRS, gpus, cores=cores, memory_blocks=blocks, required=required)
@@ -95,14 +88,6 @@ def test_a_long_list_of_gpus_is_cut() -> None:
         place(topology, capacities(20, range(20)), cores=10, memory_blocks=1)
 
 
-def test_policies() -> None:
-    gpus = [gpu(0), gpu(1, 50, 300), gpu(2, 50, 200), gpu(3, 20, 320)]
-    assert place(PAIRS, gpus, cores=30, memory_blocks=10).gpus == (2,)
-    assert place(PAIRS, gpus, cores=30, memory_blocks=250).gpus == (1,)
-    assert place(PAIRS, gpus, cores=30, memory_blocks=10, policy="spread").gpus == (0,)
-    assert place(PAIRS, gpus[1:], cores=30, memory_blocks=10, policy="spread").gpus == (1,)
-
-
 def test_a_share_without_memory_is_placed_by_cores() -> None:
     assert place(PAIRS, [gpu(0), gpu(1, 50, 0)], cores=30, memory_blocks=0).gpus == (1,)
 
@@ -115,16 +100,6 @@ def test_a_required_gpu_wins_over_the_rule() -> None:
     assert "GPU1 must be among them" in str(refused(gpus, 60, 10, required=(1,)))
     assert refused(gpus, 60, 10, required=(0, 2)).code == "no_fit"
     assert refused(gpus, 200, 0, required=(1,)).code == "no_fit"
-
-
-def test_memory_beside_whole_gpus_comes_from_the_granted_ones() -> None:
-    small = [GpuCapacity(index=i, cores_free=100, memory_blocks_free=64 if i < 2 else 320, entirely_free=True) for i in range(4)]
-    assert place(PAIRS, small, cores=100, memory_blocks=64).gpus == (0,)
-    assert place(PAIRS, small, cores=100, memory_blocks=65).gpus == (2,)
-    assert place(PAIRS, small, cores=200, memory_blocks=128).gpus == (0, 1)
-    assert place(PAIRS, small, cores=200, memory_blocks=129).gpus == (2, 3)
-    assert place(PAIRS, small, cores=200, memory_blocks=129, required={0}).gpus == (0, 2)
-    assert refused(small, 200, 641).code == "no_fit"
 
 
 def test_why_names_the_group_and_the_score() -> None:

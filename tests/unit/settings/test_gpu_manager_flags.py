@@ -130,13 +130,6 @@ def test_an_invalid_node_label_is_ignored(item: str) -> None:
     assert (with_another.overrides, with_another.notes) == ({"kubernetes.node_labels": ("a=b",)}, (note,))
 
 
-def test_what_gpu_managers_packaged_configuration_starts_with_is_accepted(tmp_path: Path) -> None:
-    extra = tmp_path / "extra-config.json"
-    extra.write_text("{}")
-    argv = [f"--extra-config={extra}", "--addr=/var/run/gpu-manager.sock", "--v=2", "--logtostderr"]
-    assert settings_of(argv).display.socket == Path("/var/run/gpu-manager.sock")
-
-
 def test_underscores_and_separate_values_are_understood() -> None:
     settings = settings_of(["--query_port", "81", "--share_mode", "--virtual_manager-path", "/vm"])
     assert (settings.http.port, settings.placement.share_mode, settings.container.allocation_dir) == (81, True, Path("/vm"))

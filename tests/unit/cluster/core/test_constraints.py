@@ -7,14 +7,13 @@ from msgspec.structs import replace
 
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, Rejection, explain
-from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
 from gpumgr.placement.requests import Constraints
-from tests.cluster_states import constrained, expect, fits, node_state, request, share
+from tests.cluster_states import constrained, expect, fits, index_of, node_state, request, share
 
 MODELS = ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA H100 80GB HBM3", "")
 MIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1))
@@ -136,16 +135,15 @@ def test_the_text_stays_within_its_limit() -> None:
         avoid_uuids=("GPU-" + "w" * 92,),
     )
     assert len(constraints.text) == 65
-    index = ClusterIndex()
-    index.set_node(MIXED)
-    rejected = expect(Rejection, Question(index, PodRequest(share(60, 1).containers, constraints), "binpack").rank(["a"]))
+    rejected = expect(
+        Rejection, Question(index_of(MIXED), PodRequest(share(60, 1).containers, constraints), "binpack").rank(["a"])
+    )
     assert len(rejected.text) <= MAX_CHARACTERS
 
 
 def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() -> None:
-    index = ClusterIndex()
-    for name, model, numa in (("a", "T4", 0), ("b", "A100", 0), ("c", "A100", 1), ("d", "A100", 1)):
-        index.set_node(node_state(name, 2, models=(model, model), numa=(0, numa)))
+    kinds = ("a", "T4", 0), ("b", "A100", 0), ("c", "A100", 1), ("d", "A100", 1)
+    index = index_of(*(node_state(name, 2, models=(model, model), numa=(0, numa)) for name, model, numa in kinds))
 
     def best(wanted: PodRequest, **constraints: Any) -> str:
         ranked = fits(Question(index, constrained(wanted, **constraints), "binpack").rank("abcd"))
@@ -159,8 +157,7 @@ def test_nodes_that_differ_by_what_a_constraint_names_are_not_taken_for_equal() 
 
 def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
     """Nodes that no constraint distinguishes are computed once, with a UUID that represents all others."""
-    index = ClusterIndex()
-    index.set_node(node_state("a", 2))
+    index = index_of(node_state("a", 2))
     index.settle()
     stand_ins = {gpu.uuid for profile in index._profiles.there(index._profiles.all, idle=False) for gpu in profile.state.gpus}
     assert stand_ins.isdisjoint({"GPU-a-0", "GPU-a-1"})
@@ -184,8 +181,7 @@ def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:
     """It was bound by another scheduler, on a node of gpu-manager, which reads no constraints. Agents follow them."""
-    index = ClusterIndex()
-    index.set_node(node_state("b", 2))
+    index = index_of(node_state("b", 2))
     index.bind(PlacedPod(uid="q", node="b", request=constrained(share(60, 16), use_uuids=("GPU-b-1",))))
     assert [used.cores for used in index.used("b")] == [0, 60]
     index.set_node(node_state("a", 1, models=("T4",)))

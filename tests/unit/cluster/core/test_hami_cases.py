@@ -27,14 +27,14 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.explain import Rejection
-from gpumgr.cluster.core.index import ClusterIndex, named_shares
+from gpumgr.cluster.core.index import named_shares
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.cluster.scheduler.selection import node_policy_of, policy_of
 from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import constraints_of
-from tests.cluster_states import hami, node_state, share, together, with_replicas
+from tests.cluster_states import hami, index_of, node_state, share, together, with_replicas
 from tests.topologies import topology_from_matrix
 
 Use = dict[int, tuple[int, int]]
@@ -53,9 +53,7 @@ def other(uses: Use) -> dict[str, Any]:
 def play(nodes: Sequence[NodeState], pods: Iterable[PodRequest], policy: Policy) -> list[str]:
     """Places one pod after another: "node:GPUs" of each, the last container's GPUs; the reasons of the first one that fits nowhere end
     the list."""
-    index = ClusterIndex()
-    for node in nodes:
-        index.set_node(node)
+    index = index_of(*nodes)
     answers: list[str] = []
     for number, wanted in enumerate(pods):
         ranked = Question(index, wanted, policy).rank([node.name for node in nodes])
@@ -76,7 +74,6 @@ def annotated(wanted: PodRequest, annotations: dict[str, str]) -> PodRequest:
 
 
 MUTEX = {"hami.io/gpu-scheduler-policy": "mutex,topology-aware"}
-ONE = node_state("n", 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The index: which node is offered, what is assumed, and what is computed again."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from random import Random
 from typing import get_args
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from gpumgr.cluster.core.shape import Ranking, Shape
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind
-from tests.cluster_states import expect, fits, hami, node_state, request, share, together, with_mig, with_replicas
+from tests.cluster_states import expect, fits, hami, index_of, node_state, request, share, together, with_mig, with_replicas
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
 NAMES = ("a", "b")
@@ -34,23 +34,7 @@ TWO = request(("app", 40, 8), ("app", 30, 8))
 
 @pytest.fixture
 def index() -> ClusterIndex:
-    made = ClusterIndex()
-    for node in NODES:
-        made.set_node(node)
-    return made
-
-
-@pytest.fixture
-def computed() -> Iterator[list[int]]:
-    """The number of GPUs of each kind of node for which a choice was computed and kept."""
-    sizes: list[int] = []
-
-    def counted(node: NodeState, *rest: object) -> object:
-        sizes.append(len(node.gpus))
-        return choose(node, *rest)  # type: ignore[arg-type]
-
-    with patch.object(shape, "choose", counted):
-        yield sizes
+    return index_of(*NODES)
 
 
 def best(index: ClusterIndex, wanted: PodRequest, policy: Policy = "binpack") -> tuple[str, NodeChoice]:
@@ -105,8 +89,7 @@ def test_a_pod_with_unknown_gpus_takes_likely_ones(index: ClusterIndex) -> None:
 def test_a_pod_with_too_many_containers_and_unknown_gpus_has_all_of_them(wanted: PodRequest, other: Mapping[str, Shares]) -> None:
     """Also GPUs on which another pod has a MIG device. No choice is computed for it, which would take long."""
     node = node_state("a", 2, reported_shares=other)
-    index = ClusterIndex()
-    index.set_node(with_mig(node) if other else node)
+    index = index_of(with_mig(node) if other else node)
     many = PodRequest(wanted.containers * 65)
     with patch.object(index_module, "choose", side_effect=AssertionError("computed")):
         index.bind(PlacedPod(uid="many", node="a", request=many))
@@ -276,10 +259,8 @@ def test_of_few_nodes_only_their_own_rooms_are_examined(index: ClusterIndex) -> 
 
 
 def test_nodes_that_differ_by_name_alone_are_computed_once(computed: list[int]) -> None:
-    index = ClusterIndex()
     names = [f"node-{number}" for number in range(20)]
-    for name in names:
-        index.set_node(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()))
+    index = index_of(*(node_state(name, 2, unhealthy=(0,) if name == "node-0" else ()) for name in names))
     ranked = fits(Question(index, TWO, "binpack").rank(names, 20))
     assert {name: choice.shares[0][0][0] for name, choice in ranked} == {name: int(name == "node-0") for name in names}
     assert len(computed) == 2
@@ -320,9 +301,7 @@ def brute_force(
     for name in names:
         found = index.choose_on(name, "", wanted, policy)
         if isinstance(found, NodeChoice):
-            alone = ClusterIndex()
-            state = expect(NodeState, index.node(name))
-            alone.set_node(state)
+            alone = index_of(expect(NodeState, index.node(name)))
             for pod in index.pods_on(name).values():
                 alone.bind(pod)
             alone.use_cpu("", name, without_gpus.get(name, 0))
@@ -419,8 +398,8 @@ def test_of_nodes_with_equal_rooms_the_first_by_name_with_enough_cpu_is_taken() 
 
 
 def test_of_gpus_with_equal_use_the_one_of_the_allowed_model_is_taken() -> None:
-    index, held = ClusterIndex(), {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
-    index.set_node(node_state("a", 2, models=(T4, A100), reported_shares=held))
+    held = {"held": ((0, Amounts(50, 256)), (1, Amounts(50, 256)))}
+    index = index_of(node_state("a", 2, models=(T4, A100), reported_shares=held))
     ranked = Question(index, replace(share(30, 1), constraints=Constraints(use_models=("a100",))), "binpack").rank("a")
     assert ranked == [("a", NodeChoice(shares=(((1, Amounts(30, 256)),),), taken={1: Amounts(30, 256)}))]
 
@@ -447,10 +426,8 @@ def test_no_rank_is_below_the_one_with_which_nodes_are_left_out(
 @given(st.data())
 def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) -> None:
     """After any changes, and with any requests in between."""
-    index, names = ClusterIndex(), ("a", "b", "c", "d", "e", "f")
-    without_gpus: dict[str, int] = {}
-    for name in names:
-        index.set_node(data.draw(any_node(name)))
+    names, without_gpus = ("a", "b", "c", "d", "e", "f"), dict[str, int]()
+    index = index_of(*(data.draw(any_node(name)) for name in names))
     for step in range(data.draw(st.integers(1, 12))):
         name = data.draw(st.sampled_from(names))
         match data.draw(st.sampled_from(["node", "no node", "bind", "remove", "cpu", "ask", "ask", "ask"])):
@@ -522,11 +499,9 @@ def test_a_pod_with_many_containers_that_fits_nowhere_is_examined_on_few_nodes(
     containers: list[tuple[ContainerKind, int, int]], examined: int, computed: list[int]
 ) -> None:
     """What the pod takes in total rules most nodes out. A rejection has the reasons of the nodes that have the most free."""
-    made, names = ClusterIndex(), [f"n{number:03}" for number in range(200)]
-    for number, name in enumerate(names):
-        made.set_node(
-            node_state(name, 2, reported_shares={"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))})
-        )
+    names = [f"n{number:03}" for number in range(200)]
+    held = [{"held": ((0, Amounts(1 + number % 98, number + 1)), (1, Amounts(1, 1)))} for number in range(200)]
+    made = index_of(*(node_state(name, 2, reported_shares=each) for name, each in zip(names, held, strict=True)))
     wanted = request(*containers)
     list(Question(made, wanted, "binpack").examine(names))
     ranked = Question(made, wanted, "binpack").rank(names)
@@ -572,8 +547,7 @@ def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> 
 
 
 def test_the_same_assumption_again_and_its_binding_are_no_changes() -> None:
-    index = ClusterIndex()
-    index.set_node(node_state("a", 2))
+    index = index_of(node_state("a", 2))
     pod = PlacedPod(uid="one", node="a", request=share(40, 4), shares=((("GPU-a-0", Amounts(40, 1024)),),))
     index.assume(pod)
     before = index.version

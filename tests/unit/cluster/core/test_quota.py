@@ -2,13 +2,12 @@
 
 import weakref
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.core import question, shape
-from gpumgr.cluster.core.choose import choose
+from gpumgr.cluster.core import question
 from gpumgr.cluster.core.explain import Rejection
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
@@ -17,16 +16,13 @@ from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import ContainerKind
-from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, index_of, node_state, request, share
 
 
 def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
     """The GPUs have the models in turn."""
-    state = node_state(name, count)
-    gpus = (
-        tuple(replace(gpu, model=models[place % len(models)]) for place, gpu in enumerate(state.gpus)) if models else state.gpus
-    )
-    return replace(state, gpus=gpus, model_label=label, pool=pool)
+    state = node_state(name, count, models=[models[place % len(models)] for place in range(count)] if models else ())
+    return replace(state, model_label=label, pool=pool)
 
 
 NODES = (
@@ -41,9 +37,7 @@ NAMES = [node.name for node in NODES]
 class Cluster:
     def __init__(self, *limits: Limit, nodes: tuple[NodeState, ...] = NODES, **more: frozenset[str]) -> None:
         self.quotas = Quotas({"team": NamespaceQuota(limits=limits, **more)})
-        self.index = ClusterIndex(self.quotas)
-        for node in nodes:
-            self.index.set_node(node)
+        self.index = index_of(*nodes, quotas=self.quotas)
 
     def hold(self, node: str, wanted: PodRequest, namespace: str = "team", uid: str = "") -> None:
         uid = uid or f"{node}-{len(self.index.pods_on(node))}"
@@ -182,26 +176,13 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
     assert (cluster.rank(wanted) == ["mixed"]) == (limit.cores == 50 or limit.gpus == 3)
 
 
-@pytest.fixture
-def examined(monkeypatch: pytest.MonkeyPatch) -> list[NodeState]:
-    """The states of nodes on which GPUs were chosen."""
-    found = list[NodeState]()
-
-    def counted(node: NodeState, *rest: Any) -> Any:
-        found.append(node)
-        return choose(node, *rest)
-
-    monkeypatch.setattr(shape, "choose", counted)
-    return found
-
-
-def test_nodes_that_differ_only_by_name_are_examined_once(examined: list[NodeState]) -> None:
+def test_nodes_that_differ_only_by_name_are_examined_once(computed: list[int]) -> None:
     nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
     cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
     names = [node.name for node in nodes]
     found = expect(Rejection, Question(cluster.index, request(("app", 200, 0)), "binpack", "team").rank(names))
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
-    assert len(examined) <= 2, "once without the denied GPUs"
+    assert len(computed) <= 2, "once without the denied GPUs"
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))
@@ -240,15 +221,15 @@ class Different:
         return Question(self.cluster.index, self.WANTED, "binpack", "team", keep=keep)
 
 
-def test_what_a_quota_denies_is_found_in_steps_of_one_choice(examined: list[NodeState]) -> None:
+def test_what_a_quota_denies_is_found_in_steps_of_one_choice(computed: list[int]) -> None:
     stage = Different()
     before, steps = 0, stage.question().examine(stage.names)
     for _ in steps:
-        assert len(examined) - before <= 1
-        before = len(examined)
+        assert len(computed) - before <= 1
+        before = len(computed)
     assert before >= 60
     assert isinstance(stage.question().rank(stage.names), Rejection)
-    assert len(examined) == before
+    assert len(computed) == before
     # A change of one node or of the quota's use leads to the same answer as nothing kept.
     index = stage.cluster.index
     for change in (
@@ -258,9 +239,9 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(examined: list[Node
         partial(index.remove, "more"),
     ):
         change()
-        before = len(examined)
+        before = len(computed)
         found = expect(Rejection, stage.question().rank(stage.names))
-        assert len(examined) - before <= 1
+        assert len(computed) - before <= 1
         assert found == stage.question(keep=False).rank(stage.names)
     stage.cluster.index.set_node(replace(labelled("mixed", 3, "H100", "V100"), name="n7"))
     assert [name for name, _ in fits(stage.question().rank(stage.names))] == ["n7"]

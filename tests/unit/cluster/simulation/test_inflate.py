@@ -39,14 +39,3 @@ def test_measures_by_hand() -> None:
         assert found.fragmentation_percent == {50: 40, 80: 100, 90: 100}
         assert found.failed_pods == {"none": 0, "share": 0, "1": 5, "2": 0, "4": 0, "8": 0}
         assert found.idle_gpus == 2
-
-
-def test_the_order_of_equal_nodes_does_not_matter() -> None:
-    nodes = [NodeSpec(name=f"n{n}", gpus=4, cpu_milli=20, ram_mebibytes=0) for n in range(5)]
-    trace = [
-        Pod(name=str(n), shape=Shape(gpus=1, gpu_milli=milli, cpu_milli=2)) for n, milli in enumerate((300, 500, 800, 1000) * 3)
-    ]
-    for policy in POLICIES:
-        assert inflate(nodes, trace, Task(policy, 3, random.Random)) == inflate(
-            nodes[::-1], trace, Task(policy, 3, random.Random)
-        )
