@@ -36,7 +36,7 @@ def live(metadata: Mapping[str, Any] | None = None, budgets: list[Json] | None =
 
 def test_requests_are_in_the_units_of_the_simulation() -> None:
     resources = {"requests": {"cpu": "100m", "memory": "1500m", "x.io/a": "0"}}
-    spec = {"containers": [container("1.5"), {"name": "c", "resources": resources}], "overhead": {"memory": "1Gi"}}
+    spec: Json = {"containers": [container("1.5"), {"name": "c", "resources": resources}], "overhead": {"memory": "1Gi"}}
     assert live(**spec).requests == {"cpu": 1600, "memory": (1 << 30) + 2, "pods": 1}
 
 

@@ -1,15 +1,19 @@
 """Samples and containers for a node of the metrics' pictures."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
+from gpumgr.agent.node_report import NodeReport
+from gpumgr.agent.writer import AgentView
 from gpumgr.ledger.join import join
-from gpumgr.ledger.ledger import Ledger
-from gpumgr.ledger.node_use import Container, NodeUse
+from gpumgr.ledger.node_use import Container
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodKey
 from tests.unit.web.metrics.pictures import uuid_of
 
 MIB = 2**20
+NO_OWNERS: Final[Mapping[int, Container | None]] = MappingProxyType({})
 
 
 def sample(*gpus: Mapping[int, int | None] | None, ratios: Mapping[int, float] | None = None) -> NodeSample:
@@ -38,5 +42,6 @@ def container(letter: str, pod: PodKey, name: str = "main", *, attempt: int = 0)
     )
 
 
-def used(ledger: Ledger, node: NodeSample, owners: Mapping[int, Container | None]) -> NodeUse:
-    return join(ledger, node, owners)
+def report_of(view: AgentView, node: NodeSample, owners: Mapping[int, Container | None] = NO_OWNERS, **more: Any) -> NodeReport:
+    """What is used on the node; the driver answers."""
+    return NodeReport(view=view, use=join(view.ledger, node, owners), **{"nvml_up": True, **more})

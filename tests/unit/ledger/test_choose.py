@@ -90,10 +90,6 @@ def test_an_offered_id_of_a_running_container_is_never_preferred() -> None:
         asked(ledger, "core", 50, app(50, 4), available={ONE: ALL_CORES})
 
 
-def test_required_ids_pin_the_gpu() -> None:
-    assert asked(empty(), "core", 30, app(30, 4), must={FOUR: 0b1}).masks == {FOUR: low(30)}
-
-
 @pytest.mark.parametrize(("resource", "size"), [("core", 30), ("memory", 2)])
 def test_required_ids_pin_the_gpu_of_a_share_before_whole_gpus(resource: Resource, size: int) -> None:
     """The container after the init container needs both GPUs, the init container a part of one."""

@@ -23,11 +23,6 @@ def held(
     return allocated(id=name, pod=("team", pod or name), container="main", cores=cores, blocks=blocks, gpus=gpus, **more)
 
 
-def test_shares_of_one_gpu_are_sound() -> None:
-    ledger = ledger_of(held("a", {ONE: 0b0011}, {ONE: 1}), held("b", {ONE: 0b1100}, {ONE: 2}))
-    assert ledger.check() is ledger
-
-
 @pytest.mark.parametrize(
     ("allocations", "sentence"),
     [

@@ -22,7 +22,7 @@ from .nodes import ONE, TWO, app, empty, init, ledger_of, pod
 def held(
     name: str, cores: Masks | None = None, blocks: Masks | None = None, *, owner: str | None = "a", **fields: Any
 ) -> Allocation:
-    """By default of the container `main`, whose pod has a UID."""
+    """By default of the container `main` of a pod with a known UID."""
     pod = ("team", owner) if owner else None
     about = {"uid": "uid-a", "container": "main", **fields}
     return allocated(id=name, pod=pod, cores=cores or {}, blocks=blocks or {}, gpus=(ONE,), **about)

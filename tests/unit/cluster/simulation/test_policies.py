@@ -4,8 +4,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.simulation.fragmentation import Fragmentation, typical_shapes
@@ -27,13 +25,12 @@ def whole(gpus: int, cpus: int = 1, blocks: int = 0) -> Shape:
 
 
 class Run:
-    """A cluster under a policy. `pods`: the pods that are placed."""
+    """A cluster under a policy."""
 
     def __init__(self, policy: str, specs: list[NodeSpec], trace: list[Shape], seed: int = 1) -> None:
         self.cluster = Cluster(specs)
         fragmentation = Fragmentation(typical_shapes(trace))
         self.find = make_policy(policy, self.cluster, 8000, fragmentation, random.Random(seed))
-        self.pods: dict[int, Change] = {}
 
     def add(self, shape: Shape) -> Placement | None:
         where = self.find(shape)
@@ -42,12 +39,7 @@ class Run:
         return where
 
     def put(self, shape: Shape, where: Placement) -> None:
-        number = len(self.cluster.changes)
-        self.pods[number] = Change(number, shape, where, -1)
-        self.cluster.change(self.pods[number])
-
-    def remove(self, number: int) -> None:
-        self.cluster.change(replace(self.pods.pop(number), sign=1))
+        self.cluster.change(Change(len(self.cluster.changes), shape, where, -1))
 
 
 #: Two GPUs, the second with 300 free; four idle GPUs; one idle GPU with few CPUs.
@@ -145,37 +137,3 @@ def test_fragmentation_by_hand() -> None:
 def test_typical_shapes_are_the_most_popular() -> None:
     shapes = [share(500)] * 90 + [whole(1)] * 8 + [whole(2)] * 2
     assert typical_shapes(shapes) == [(share(500), 90 / 98), (whole(1), 8 / 98)]
-
-
-SHAPES = st.sampled_from(
-    [share(300, 2, 3), share(700, 1, 9), share(10, 0, 1), whole(1, 8), whole(2, 4, 5), whole(4), Shape(cpu_milli=9000)]
-)
-SPECS = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 32)), min_size=1, max_size=6)
-
-
-@settings(max_examples=12)
-@pytest.mark.parametrize("policy", POLICIES)
-@given(specs=SPECS, actions=st.lists(st.one_of(SHAPES, st.integers(0, 30)), max_size=40))
-def test_no_gpu_is_given_beyond_its_capacity(policy: str, specs: list[tuple[int, int]], actions: list[Shape | int]) -> None:
-    """A number ends that pod. What has ended leaves nothing; a pod is refused only if no node has room."""
-    nodes = [spec(f"n{number}", gpus, cpus, blocks=10) for number, (gpus, cpus) in enumerate(specs)]
-    run = Run(policy, nodes, TRACE)
-    for action in actions:
-        if isinstance(action, int):
-            if len(run.pods) > action:
-                run.remove(list(run.pods)[action])
-        elif (found := run.add(action)) is None:
-            assert not any(node.hosts(action) for node in run.cluster.nodes)
-        else:
-            assert len(set(found.gpus)) == action.gpus
-        for node in run.cluster.nodes:
-            assert min(node.cpu_milli, node.ram_mebibytes, *node.gpu_milli, *node.blocks) >= 0
-            assert node.free_milli == sum(node.gpu_milli)
-    for number in list(run.pods):
-        run.remove(number)
-    for node in run.cluster.nodes:
-        assert (node.gpu_milli, node.blocks, node.cpu_milli) == (
-            [1000] * node.spec.gpus,
-            [10] * node.spec.gpus,
-            node.spec.cpu_milli,
-        )

@@ -1,5 +1,7 @@
 """gpu-manager's four gauges: names, helps, labels and units, and which containers have which series."""
 
+from collections.abc import Mapping
+
 import pytest
 from msgspec.structs import replace
 
@@ -8,7 +10,7 @@ from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.node_use import Container
 from gpumgr.placement.pods import ContainerSpec, PodView
-from tests.unit.ledger.samples import MIB, container, sample, used
+from tests.unit.ledger.samples import MIB, NO_OWNERS, container, report_of, sample
 from tests.unit.web.metrics.pages import families, metrics_of, series, text_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of, whole
 
@@ -26,11 +28,10 @@ def pod(*containers: ContainerSpec, name: str = "web", phase: str = "Running") -
 def picture_of(
     *allocations: Allocation,
     processes: tuple[dict[int, int | None] | None, ...] = ({}, {}),
-    owners: dict[int, Container | None] | None = None,
+    owners: Mapping[int, Container | None] = NO_OWNERS,
     ratios: dict[int, float] | None = None,
 ) -> NodeReport:
-    view = view_of(*allocations)
-    return NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample(*processes, ratios=ratios), owners or {}))
+    return report_of(view_of(*allocations), sample(*processes, ratios=ratios), owners)
 
 
 def test_the_text_is_gpu_managers() -> None:
@@ -148,6 +149,6 @@ def test_gpus_are_named_by_their_index_in_nvml() -> None:
     metrics = metrics_of(picture_of(share))
     assert {labels[1] for labels in series(metrics, MEMORY)} == {"gpu1", "total"}
     hidden = view_of(share, shown=1)
-    lost = NodeReport(view=hidden, nvml_up=True, use=used(hidden.ledger, sample({}, {}), {}))
+    lost = report_of(hidden, sample({}, {}))
     assert uuid_of(1) not in {gpu.uuid for gpu in hidden.inventory.snapshot.gpus}
     assert series(metrics_of(lost), MEMORY) == {}

@@ -6,7 +6,7 @@ from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.placement.pods import ContainerSpec, PodView
-from tests.unit.ledger.samples import container, sample, used
+from tests.unit.ledger.samples import container, report_of, sample
 from tests.unit.web.metrics.pages import families, full_picture, metrics_of
 from tests.unit.web.metrics.pictures import BLOCKS, allocation, sample_of, uuid_of, view_of
 
@@ -93,8 +93,7 @@ def test_ratios_are_percentages() -> None:
 
 def test_a_container_with_whole_gpus_has_each_ones_memory_as_its_limit() -> None:
     view = view_of(allocation("t", TRAIN, cores={0: ALL_CORES, 1: ALL_CORES}))
-    owners = {11: container("t", TRAIN)}
-    report = NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample({11: 5}, {}), owners))
+    report = report_of(view, sample({11: 5}, {}), {11: container("t", TRAIN)})
     limits = samples_of(report, "hami_vgpu_memory_limit_bytes")
     assert [(labels["vdevice_index"], labels["device_uuid"], value) for labels, value in limits] == [
         ("0", uuid_of(0), BLOCKS * BLOCK_BYTES + 1),

@@ -11,12 +11,13 @@ from gpumgr.agent.api import Cordon
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
 from gpumgr.common.prometheus_text import RenderedFamily, page
 from gpumgr.ledger.gpu_share import GpuLimits
+from gpumgr.ledger.join import join
 from gpumgr.ledger.node_use import TurnUse
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
 from gpumgr.web.metrics import Metrics
-from tests.unit.ledger.samples import container, sample, used
+from tests.unit.ledger.samples import container, sample
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole
 
@@ -87,7 +88,7 @@ def full_picture() -> NodeReport:
     view = replace(view, suspensions={"a": Suspension(state="suspended")})
     turns = TurnUse(held_seconds=2.5, waited_seconds=7.5, launches=9, overruns=1, memory_bytes_by_kind={"alloc": 700})
     owners = {11: container("a", ("team", "web")), 12: container("t", ("team", "train")), 99: None}
-    use = used(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners)
+    use = join(view.ledger, sample({11: 700, 99: 5}, {12: 9}, ratios={11: 0.5}), owners)
     containers = {place: replace(each, turns=turns if place[0] == "a" else None) for place, each in use.containers.items()}
     return NodeReport(
         view=view,

@@ -10,7 +10,7 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.ledger.node_use import AllocationOnGpu, Container, TurnUse
 from gpumgr.placement.pods import PodKey
-from tests.unit.ledger.samples import container, sample, used
+from tests.unit.ledger.samples import NO_OWNERS, container, report_of, sample
 from tests.unit.web.metrics.pictures import name_of
 
 from .pages import metrics_of, ours, text_of
@@ -42,13 +42,12 @@ def share(
 def picture_of(
     *allocations: Allocation,
     processes: dict[int, int | None] | None,
-    owners: dict[int, Container | None],
+    owners: Mapping[int, Container | None] = NO_OWNERS,
     ratios: dict[int, float] | None = None,
     over: frozenset[AllocationOnGpu] = frozenset(),
 ) -> NodeReport:
     """What is used on the first GPU; the second is idle."""
-    view = view_of(*allocations)
-    return NodeReport(view=view, nvml_up=True, use=used(view.ledger, sample(processes, {}, ratios=ratios), owners), over=over)
+    return report_of(view_of(*allocations), sample(processes, {}, ratios=ratios), owners, over=over)
 
 
 def test_a_share_with_all_its_numbers() -> None:
@@ -96,7 +95,7 @@ def turns(*, launches: int, **kinds: int) -> TurnUse:
 
 
 def test_turns_of_the_limiter_have_series() -> None:
-    report = picture_of(share(), share("b", TRAIN), processes={}, owners={})
+    report = picture_of(share(), share("b", TRAIN), processes={})
     assert all(ours(report, f"container_{name}") == {} for name in TURNS)
     report = with_turns(report, {"a": turns(launches=9, alloc=700, context=50)})
     numbers = {"held_seconds_total": 2.5, "waited_seconds_total": 7.5, "launches_total": 9.0, "overruns_total": 3.0}
@@ -108,17 +107,17 @@ def test_turns_of_the_limiter_have_series() -> None:
 
 def test_turns_that_have_not_been_used_are_0_and_not_absent() -> None:
     unused = TurnUse(held_seconds=0, waited_seconds=0, launches=0, overruns=0)
-    report = with_turns(picture_of(share(), processes={}, owners={}), {"a": unused})
+    report = with_turns(picture_of(share(), processes={}), {"a": unused})
     assert [ours(report, f"container_{name}") for name in TURNS] == [*[{SERIES: 0.0}] * 4, {}]
 
 
 def test_counters_of_two_pods_of_one_name_are_those_of_the_newer_one() -> None:
     """So they do not drop when the older one ends."""
     newer, older = replace(share("a"), granted_at=2.0), replace(share("b", blocks=0b100), granted_at=1.0)
-    report = picture_of(newer, older, processes={}, owners={})
+    report = picture_of(newer, older, processes={})
     report = with_turns(report, {"a": turns(launches=1, alloc=700, pool=1), "b": turns(launches=9, alloc=300)})
     assert ours(report, "container_launches_total") == {SERIES: 1.0}
-    alone = with_turns(picture_of(newer, processes={}, owners={}), {"a": turns(launches=1)})
+    alone = with_turns(picture_of(newer, processes={}), {"a": turns(launches=1)})
     assert ours(alone, "container_launches_total") == {SERIES: 1.0}
     container, gpu, *pod = SERIES
     by_kind = {(container, gpu, "alloc", *pod): 700.0, (container, gpu, "pool", *pod): 1.0}
@@ -127,7 +126,7 @@ def test_counters_of_two_pods_of_one_name_are_those_of_the_newer_one() -> None:
 
 def test_counters_need_the_containers_name() -> None:
     """Else several containers have one series, which drops when one of them ends."""
-    report = with_turns(picture_of(replace(share("a"), pod=None), processes={}, owners={}), {"a": turns(launches=9)})
+    report = with_turns(picture_of(replace(share("a"), pod=None), processes={}), {"a": turns(launches=9)})
     assert ours(report, "container_launches_total") == {}
 
 
@@ -142,7 +141,7 @@ def test_a_whole_gpu_has_no_limits() -> None:
 
 
 def test_what_could_not_be_read_has_no_series() -> None:
-    report = picture_of(share(), processes=None, owners={})
+    report = picture_of(share(), processes=None)
     for name in ("memory_used_bytes", "core_utilization_ratio", "over_limit_ratio", "processes"):
         assert ours(report, f"container_{name}") == {}
     assert ours(report, "unaccounted_processes") == {(uuid_of(1),): 0.0}

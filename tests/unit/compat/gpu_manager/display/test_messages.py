@@ -11,16 +11,13 @@ from msgspec.structs import replace
 
 from gpumgr._pb.display import GraphResponse, UsageResponse
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.agent.writer import AgentView
 from gpumgr.compat.gpu_manager.display import answer_of, graph_message, usage_message, version_message
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.node_use import Container
-from gpumgr.placement.devices import NodeSample
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.component.stage.stage import MemoryPods
 from tests.display_api import as_json, display, golden
-from tests.unit.ledger.samples import MIB, container, sample, used
+from tests.unit.ledger.samples import MIB, container, report_of, sample
 from tests.unit.web.metrics.pictures import allocation, view_of
 
 SHARE, TRAIN = ("team", "share"), ("team", "train")
@@ -41,15 +38,11 @@ def pods(*views: PodView) -> MemoryPods:
     return MemoryPods({view.key: view for view in views})
 
 
-def picture_of(view: AgentView, node: NodeSample, owners: Mapping[int, Container | None], *, nvml_up: bool = True) -> NodeReport:
-    return NodeReport(view=view, sample=node, nvml_up=nvml_up, use=used(view.ledger, node, owners))
-
-
 def busy(*allocations: Allocation, shown: int | None = None) -> NodeReport:
     """Three GPUs: two processes of `a` on the first, one of `b` on the second, none on the third."""
     node = sample({40: 100 * MIB, 41: 200 * MIB + 1}, {2**31 - 1: 1500 * MIB}, {}, ratios={40: 0.07, 41: 0.3, 2**31 - 1: 0.75})
     owners = {40: container("a", SHARE), 41: container("a", SHARE), 2**31 - 1: container("b", TRAIN)}
-    return picture_of(view_of(*allocations, count=3, shown=shown), node, owners)
+    return report_of(view_of(*allocations, count=3, shown=shown), node, owners, sample=node)
 
 
 def asked(usage: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,8 +116,8 @@ def test_an_init_container_is_there_while_it_runs_something() -> None:
     view = replace(SHARE_VIEW, containers=(ContainerSpec(name="prepare", kind="init", cores=30), *SHARE_VIEW.containers))
     follower = replace(SHARED, id="c")
     node = sample({7: MIB})
-    running = picture_of(view_of(init, follower), node, {7: container("a", SHARE, "prepare")})
-    ended = picture_of(view_of(init, follower), node, {7: container("a", SHARE, "main")})
+    running = report_of(view_of(init, follower), node, {7: container("a", SHARE, "prepare")})
+    ended = report_of(view_of(init, follower), node, {7: container("a", SHARE, "main")})
     assert asked(usage_message(running, pods(view)))["stat"].keys() == {"prepare", "main"}
     assert asked(usage_message(running, pods(view)))["spec"].keys() == {"prepare", "main", "log"}
     assert asked(usage_message(ended, pods(view)))["stat"].keys() == {"main"}
@@ -139,8 +132,8 @@ def test_containers_without_a_known_name_are_listed_under_their_allocations() ->
 
 def test_values_that_the_driver_does_not_report_are_left_out() -> None:
     view = view_of(SHARED)
-    silent = picture_of(view, sample({40: None}), {40: container("a", SHARE)})
-    unreadable = picture_of(view, sample(None), {})
+    silent = report_of(view, sample({40: None}), {40: container("a", SHARE)})
+    unreadable = report_of(view, sample(None), {})
     gpu = {"id": "0000:00:00.0", "card_idx": "0", "device_mem": 2048}
     assert asked(usage_message(silent, pods()))["stat"]["main"]["dev"] == [{**gpu, "pids": [40]}]
     assert asked(usage_message(unreadable, pods()))["stat"]["main"]["dev"] == [gpu]
@@ -164,9 +157,7 @@ def test_hostile_names_are_encoded_safely(word: str) -> None:
     """One pod with any names from the API server, the kubelet or its author, in both encodings."""
     named = replace(SHARED, pod=(word, word), uid=word or None, container=word)
     view = replace(SHARE_VIEW, namespace=word, name=word, uid=word or "u", submitter=word, cluster=word)
-    node = sample({40: MIB})
-    use = used(view_of(named).ledger, node, {40: None})
-    usage = usage_message(NodeReport(view=view_of(named), nvml_up=True, use=use), pods(view))
+    usage = usage_message(report_of(view_of(named), sample({40: MIB}), {40: None}), pods(view))
     assert asked(usage)["stat"][word or "a"]["dev"][0]["card_idx"] == "0"
     assert json.loads(json.dumps(usage)) == usage
     pod = asked(read(answer(UsageResponse, usage)))
