@@ -1,23 +1,13 @@
-"""The publisher's queue: one entry per object, events within a bound, nothing before its time."""
+"""The publisher's queue: one entry per object, nothing before its time."""
 
 from gpumgr.kube.publisher.desired import Desired, TokenBucket, WorkQueue
 from gpumgr.kube.publisher.events import Event, EventSeries, pod_ref
-from gpumgr.kube.publisher.objects import NodeLabels, PodAnnotations, PodDeletion
+from gpumgr.kube.publisher.objects import NodeLabels, PodDeletion
 
 
 def event(name: str) -> Desired:
     about = pod_ref(("team", "web"), "uid")
     return EventSeries.once(Event(about=about, reason="R", message=name, warning=True), 0.0)
-
-
-def test_beyond_the_capacity_the_oldest_event_is_dropped_and_nothing_else() -> None:
-    queue, events = WorkQueue(2), [event(f"e{n}") for n in range(5)]
-    assert [queue.put(each, 0.0) for each in events[:3]] == [None, None, events[0]]
-    assert [queue.put(PodAnnotations(("team", "web"), str(n)), 0.0) for n in range(100)] == [None] * 100
-    assert queue.put(events[3], 0.0) is events[1]
-    assert len(queue) == 102
-    assert queue.remove(events[2])
-    assert queue.put(events[4], 0.0) is None
 
 
 def test_a_state_is_queued_once_and_is_next_by_priority_but_not_before_its_time() -> None:
