@@ -127,16 +127,10 @@ class Nvml(Session):
         """All GPUs, their connections, and the versions. A GPU that can't be described is only in `failures`."""
         node = await self._call(lambda: read_node(self._binding, self._sysfs_root))
         seen = dict(self._seen)
-
-        def describe(index: int) -> DescribedGpu | GpuFailure:
-            return describe_gpu(
-                self._binding,
-                index,
-                sysfs_root=self._sysfs_root,
-                seen=seen,
-                unreported_memory_bytes=self._unreported_memory_bytes,
-            )
-
+        memory_bytes = self._unreported_memory_bytes
+        describe = partial(
+            describe_gpu, self._binding, sysfs_root=self._sysfs_root, seen=seen, unreported_memory_bytes=memory_bytes
+        )
         gpus: list[DescribedGpu] = []
         failures: list[GpuFailure] = []
         for index, answer in (await self._each(describe)).items():
