@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import click
 
-from gpumgr.agent.api import REASON_CHARACTERS, MaintenanceResult
+from gpumgr.agent.api import MaintenanceResult
 from gpumgr.cli.agent_client import AgentClient, AgentUnavailable, converted, decoded, report_unavailable
 from gpumgr.cli.formats import clock_time, json_line, memory_text, printable
 from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8, agent_options, output_option
@@ -20,13 +20,6 @@ WAIT_SECONDS: Final = 600.0
 #: A reset takes a minute at most, and a request waits for the previous one.
 RESPONSE_SECONDS: Final = 150.0
 POLL_SECONDS: Final = 1.0
-
-
-class Reason(Utf8):
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if len(value) > REASON_CHARACTERS:
-            self.fail(f"it has {len(value)} characters; {REASON_CHARACTERS} at most", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 class GpuText(Utf8):
@@ -42,7 +35,7 @@ _GPU = click.argument("gpu", metavar="GPU", type=GpuText())
 _REASON = click.option(
     "--reason",
     default="",
-    type=Reason(),
+    type=Utf8(),
     metavar="TEXT",
     help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
 )

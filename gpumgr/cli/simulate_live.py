@@ -61,25 +61,8 @@ class _PodFile(TypedDict):
     metadata: dict[str, Any]
 
 
-def read_cluster(kubeconfig: Path) -> Document:
+async def read_cluster(kubeconfig: Path) -> Document:
     """Raises GpumgrError."""
-    return asyncio.run(_read(kubeconfig))
-
-
-def load(file: Path) -> Document:
-    """Raises InputError."""
-    text = read_text(file)
-    try:
-        return {**decode_json(text, _Snapshot)}
-    except UnreadableText as error:
-        raise InputError(f"{file} is not a snapshot: {error}; {_REMEDY}") from error
-
-
-def save(document: Document, file: Path) -> None:
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=1) + b"\n")
-
-
-async def _read(kubeconfig: Path) -> Document:
     async with ApiServer.session(kubeconfig, remedy="give another --kubeconfig") as server:
         nodes = await _items(server, "/api/v1/nodes")
         pods = await _items(server, "/api/v1/pods", fieldSelector="status.phase!=Succeeded,status.phase!=Failed")
@@ -217,16 +200,19 @@ def _run(ask: Callable[..., Answer], *, file: BinaryIO, output: str, **given: An
 
 def document_of(*, from_cluster: bool, kubeconfig: Path | None, snapshot: Path | None) -> Json:
     """Reads the snapshot; with `from_cluster` makes a new one, and saves it if `snapshot` is set. Raises GpumgrError."""
-    if not from_cluster:
-        if kubeconfig is not None:
-            raise click.UsageError("--kubeconfig needs --from-cluster")
-        if snapshot is None:
-            raise click.UsageError("give --from-cluster, or --snapshot FILE")
-        return load(snapshot)
-    document = read_cluster(needed_kubeconfig(kubeconfig))
-    if snapshot is not None:
-        save(document, snapshot)
-    return document
+    if from_cluster:
+        document = asyncio.run(read_cluster(needed_kubeconfig(kubeconfig)))
+        if snapshot is not None:
+            snapshot.write_bytes(msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=1) + b"\n")
+        return document
+    if kubeconfig is not None:
+        raise click.UsageError("--kubeconfig needs --from-cluster")
+    if snapshot is None:
+        raise click.UsageError("give --from-cluster, or --snapshot FILE")
+    try:
+        return {**decode_json(read_text(snapshot), _Snapshot)}
+    except UnreadableText as error:
+        raise InputError(f"{snapshot} is not a snapshot: {error}; {_REMEDY}") from error
 
 
 def _read_pod(file: BinaryIO) -> LivePod:

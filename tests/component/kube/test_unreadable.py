@@ -237,7 +237,7 @@ async def test_a_snapshot_of_a_cluster_has_the_other_objects(api: FakeApiServer,
     for path in (*CLUSTER[:2], "/apis/policy/v1/poddisruptionbudgets"):
         api.texts[path] = [with_managed_fields(any_object("deep")), "7", json.dumps(any_object("a"))]
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url)
-    document = await asyncio.to_thread(read_cluster, kubeconfig)
+    document = await read_cluster(kubeconfig)
     assert [each["metadata"]["name"] for each in document["nodes"] if each] == ["deep", "a"]
 
 
