@@ -217,17 +217,15 @@ class Mps(Backend):
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         obstacles: dict[AllocationId, str] = {}
         self._kept = {}
-        if self._supervisor is not None:
-            if self.adjustable:
-                by_daemon = {each.uuid: each for each in self._supervisor.daemons()}
-                shares = {uuid: daemon.folder.shares() for uuid, daemon in by_daemon.items()} if running else {}
-                for each in running:
-                    gpu, name = each.tenant.gpus[0], each.tenant.allocation
-                    if (known := shares.get(gpu.uuid, {}).get(name)) is not None and (
-                        why := await self._resize(by_daemon[gpu.uuid], known, each)
-                    ):
-                        obstacles[name] = why
-            await self._supervisor.tick()
+        if self._supervisor is None:
+            return obstacles
+        for daemon in self._supervisor.daemons() if self.adjustable and running else ():
+            shares = daemon.folder.shares()
+            for each in (each for each in running if each.tenant.gpus[0].uuid == daemon.uuid):
+                name, known = each.tenant.allocation, shares.get(each.tenant.allocation)
+                if known is not None and (why := await self._resize(daemon, known, each)):
+                    obstacles[name] = why
+        await self._supervisor.tick()
         return obstacles
 
     async def _resize(self, daemon: Daemon, known: Share, container: RunningContainer) -> str | None:

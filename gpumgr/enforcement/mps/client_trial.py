@@ -58,13 +58,9 @@ class ClientTrial:
             self._set_hang(hang)
 
     def _set_hang(self, hang: str | None) -> None:
-        if hang == self.hang:
-            return
-        self.hang = hang
-        if hang is not None:
+        if hang != self.hang and hang is not None:
             log.warning("mps_daemon_hangs", gpu=self.uuid, reason=hang)
-        else:
-            log.info("mps_daemon_hangs_no_longer", gpu=self.uuid)
+        self.hang = hang
 
 
 def _serve_others(config: DaemonConfig, servers: Sequence[int]) -> bool:
