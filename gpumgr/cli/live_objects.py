@@ -80,22 +80,18 @@ def _budget(item: Json) -> Budget:
 
 
 def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
-    read = convert(item, _Node)
-    node = parse_node(item)
-    return node, _live_node(read, node)
-
-
-def _live_node(item: "_Node", node: WatchedNode) -> LiveNode:
-    spec, status = item.get("spec") or {}, item["status"]
+    read, node = convert(item, _Node), parse_node(item)
+    spec, status = read.get("spec") or {}, read["status"]
     ready = next((each["status"] for each in status.get("conditions") or () if each["type"] == "Ready"), "False")
     derived = [_TAINT_OF_READY_STATUS.get(ready, "node.kubernetes.io/not-ready")]
     derived += ["node.kubernetes.io/unschedulable"] if spec.get("unschedulable") else []
-    return LiveNode(
+    live = LiveNode(
         state=node.state,
-        labels=item["metadata"].get("labels") or {},
+        labels=read["metadata"].get("labels") or {},
         taints=(*(spec.get("taints") or ()), *({"key": key, "effect": "NoSchedule"} for key in derived if key)),
         allocatable=_amounts(status.get("allocatable") or status.get("capacity") or {}),
     )
+    return node, live
 
 
 def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> LivePod:
@@ -290,12 +286,12 @@ class _Selector(TypedDict, total=False):
     matchExpressions: list[_Requirement] | None
 
 
-class _Namespaced(TypedDict):
-    namespace: str
-
-
 class _BudgetSpec(TypedDict, total=False):
     selector: _Selector | None
+
+
+class _Namespaced(TypedDict):
+    namespace: str
 
 
 class _Budget(TypedDict, total=False):

@@ -129,6 +129,8 @@ class SqliteCheckpoint:
         while (job := self._jobs.get()) is not None:
             work, done = job
             try:
+                if not self._path.exists():  # sqlite would write to a file that no start finds
+                    raise CheckpointError(f"the checkpoint {self._path} was removed; start the agent again: it makes a new one")
                 _transact(self._connection, work)
             except BaseException as error:
                 done.set_exception(error)

@@ -75,7 +75,7 @@ class SecondAgent:
         self.settings, self._driver, self._on_wait = settings, driver, on_wait
         self._enforcement, self._nvml = enforcement, enforcement.nvml
         self._pods, self._watch = pods, watch
-        self._waits_for, self._beside_service = "", False
+        self._waits_for = ""
         self._holders: str | None = None
         self._driver_trouble: str | None = "no driver was found yet"
         #: The first agent's ledger when `_load` read it. None before, or if it was corrupt then.
@@ -112,8 +112,7 @@ class SecondAgent:
     def _note_holder(self, running: AlreadyRunning) -> None:
         """Stores and logs which agent has the node now. If several agents wait, any of them may be next."""
         text = f"waits until the agent with PID {running.pid or 'unknown'} has ended"
-        self._beside_service = BY_SYSTEMD in text
-        if self._beside_service:
+        if BY_SYSTEMD in text:
             text += "; stop it by `systemctl disable --now gpumgr`, or keep the DaemonSet off this node"
         if text != self._waits_for:
             self._waits_for = text
@@ -134,7 +133,7 @@ class SecondAgent:
 
     def _not_ready(self) -> list[str]:
         """Why this agent is not ready. Empty if it waits only for the end of an agent that its DaemonSet then ends."""
-        missing = self._no_driver() + [f"this agent {self._waits_for}"] * self._beside_service
+        missing = self._no_driver() + [f"this agent {self._waits_for}"] * (BY_SYSTEMD in self._waits_for)
         if isinstance(self._pods, PodCache) and not self._pods.synced:
             missing.append("the API server has not listed the pods of this node yet")
         if not missing and not self._loaded.is_set():

@@ -148,9 +148,8 @@ class ClusterIndex:
             if name not in self._stale:
                 continue  # another call has done it between two steps
             del self._stale[name]
-            self._settle_in(self._profiles, name)
-            if self._renumbered is not None:
-                self._settle_in(self._renumbered, name)
+            for profiles in filter(None, (self._profiles, self._renumbered)):
+                self._settle_in(profiles, name)
             yield
 
     def compacting(self) -> Iterator[None]:

@@ -87,6 +87,14 @@ async def test_a_save_goes_on_when_its_caller_is_cancelled(open_checkpoint: Open
     assert (await reopened(open_checkpoint, checkpoint)).load().ledger == LEDGER
 
 
+async def test_a_write_to_a_removed_file_raises(tmp_path: Path, open_checkpoint: Open) -> None:
+    """sqlite would still write to it, and the next start would find nothing."""
+    checkpoint = open_checkpoint()
+    (tmp_path / NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"gpumgr\.sqlite3 was removed; start the agent again"):
+        await checkpoint.save(LEDGER.since(Ledger()))
+
+
 async def test_a_closed_checkpoint_raises(open_checkpoint: Open) -> None:
     checkpoint = open_checkpoint()
     assert await checkpoint.close()

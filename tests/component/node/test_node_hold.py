@@ -18,7 +18,7 @@ from gpumgr.agent.claims import NodeClaims
 from gpumgr.common.errors import CheckpointError
 from gpumgr.driver import Hardware
 from gpumgr.kube.cache import NoPods
-from gpumgr.kubelet.dra_registration import DraDriver
+from gpumgr.kubelet.dra_registration import DraDriver, socket_paths
 from gpumgr.kubelet.other_plugins import lock_node
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.store import NAME, SqliteCheckpoint
@@ -35,7 +35,7 @@ from gpumgr.settings.schema import (
 )
 from gpumgr.sim.library import SimNode, prepare
 from tests.background import until
-from tests.component.kubelet.dra.harness import DRIVER, Caller, ScriptedClaims, StubKubelet, claim, linked
+from tests.component.kubelet.dra.harness import Caller, ScriptedClaims, StubKubelet, claim, linked
 
 
 def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new") -> Settings:
@@ -117,9 +117,11 @@ def agent_of(settings: Settings, node: SimNode, driver: DraDriver) -> SecondAgen
 
 
 async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_the_end_of_the_first(folder: Path) -> None:
-    settings, claims, name = settings_of(folder), ScriptedClaims(), f"{DRIVER}-new-reg.sock"
+    settings, claims = settings_of(folder), ScriptedClaims()
+    folders = settings.kubelet.plugins_dir, settings.kubelet.plugins_registry_dir
+    former, name = (socket_paths(*folders, instance)[1].name for instance in ("old", "new"))
     async with linked(folder, instance="old") as old:
-        await old.kubelet.register(f"{DRIVER}-old-reg.sock")
+        await old.kubelet.register(former)
         first = lock_node(settings.process.lock_path)
         first.__enter__()
         assert not old.link.has_other_instance()
