@@ -55,6 +55,14 @@ def call(path: Path) -> socket.socket:
     return peer
 
 
+async def serving(folder: Path, *, end_streams: bool = False, **options: Any) -> tuple[DrainingServer, Sender]:
+    """A server at sender.sock. `end_streams`: it can end its streams."""
+    sender = Sender()
+    server = DrainingServer([sender], end_streams=sender.end.set if end_streams else lambda: None, **options)
+    await server.start(path=str(folder / "sender.sock"))
+    return server, sender
+
+
 def disconnected(peer: socket.socket) -> bool:
     poll = select.poll()
     poll.register(peer, select.POLLHUP)
@@ -62,9 +70,7 @@ def disconnected(peer: socket.socket) -> bool:
 
 
 async def test_a_peer_that_does_not_read_is_disconnected_at_the_end(folder: Path) -> None:
-    sender = Sender()
-    server = DrainingServer([sender], flush_seconds=0.05)
-    await server.start(path=str(folder / "sender.sock"))
+    server, sender = await serving(folder, flush_seconds=0.05)
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
         assert not disconnected(peer)
@@ -91,9 +97,7 @@ async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folde
 async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would otherwise get EPIPE, and gRPC libraries may then drop what they have not read."""
     monkeypatch.setattr(server_module, "_CLOSE_SECONDS", 30)
-    sender = Sender()
-    server = DrainingServer([sender], end_streams=sender.end.set)
-    await server.start(path=str(folder / "sender.sock"))
+    server, sender = await serving(folder, end_streams=True)
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
         ending = asyncio.create_task(server.drain(30))
@@ -106,8 +110,7 @@ async def test_a_peer_may_still_write_before_it_has_read_the_end(folder: Path, m
 
 
 async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
-    server = DrainingServer([Sender()], flush_seconds=30)
-    await server.start(path=str(folder / "sender.sock"))
+    server, _ = await serving(folder, flush_seconds=30)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(folder / "sender.sock"))
         await until(lambda: server.connections)
@@ -118,9 +121,7 @@ async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
 async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = Sender()
-    server = DrainingServer([sender], flush_seconds=0.05)
-    await server.start(path=str(folder / "sender.sock"))
+    server, sender = await serving(folder, flush_seconds=0.05)
     with call(folder / "sender.sock"):
         await sender.sent.wait()
         await server.drain(0)
@@ -130,9 +131,7 @@ async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
 
 async def test_a_stream_that_has_ended_is_not_open_in_the_same_step_of_the_loop(folder: Path) -> None:
     """A loop that waits until no stream is open would never leave this step."""
-    sender = Sender()
-    server = DrainingServer([sender])
-    await server.start(path=str(folder / "sender.sock"))
+    server, sender = await serving(folder)
     before = asyncio.all_tasks()
     with call(folder / "sender.sock"):
         await sender.sent.wait()
