@@ -98,17 +98,22 @@ async def test_the_time_limit_of_a_call_begins_when_the_earlier_one_about_its_gp
 
 async def test_a_call_that_may_not_wait_long_for_an_earlier_one_about_its_gpu_does_not_begin(worker: NvmlWorker) -> None:
     begun: list[int | None] = []
-    with blocked() as release:
+    with blocked() as release, blocked() as release_other:
         slow = asyncio.create_task(worker.call(release.wait, timeout_seconds=60, gpu=0))
         await until(lambda: 0 in worker._running)
-        calls: dict[int | None, Callable[[], None]] = {gpu: partial(begun.append, gpu) for gpu in (0, 1, None)}
-        answers = await worker.each(calls, timeout_seconds=20, wait_seconds=0.1)
-        assert isinstance(answers.pop(0), GpuBusy)
-        assert answers == {1: None, None: None}
+        calls: dict[int | None, Callable[[], object]] = {gpu: partial(begun.append, gpu) for gpu in (0, None)}
+        calls[1] = release_other.wait
+        each = asyncio.create_task(worker.each(calls, timeout_seconds=60, wait_seconds=0.1))
+        await until(lambda: 1 in worker._running and not worker._waiting)
+        release.set()
+        await slow
+        assert await worker.call(lambda: 7, timeout_seconds=20, gpu=0) == 7
         assert not worker.stuck
-    await slow
-    assert await worker.call(lambda: 7, timeout_seconds=20, gpu=0) == 7
-    assert begun == [1, None]
+        release_other.set()
+        answers = await each
+    assert isinstance(answers.pop(0), GpuBusy)
+    assert answers == {1: True, None: None}
+    assert begun == [None]
 
 
 async def test_the_end_of_all_calls_is_awaited_also_of_cancelled_ones(worker: NvmlWorker) -> None:
