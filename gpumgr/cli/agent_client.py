@@ -98,7 +98,7 @@ class AgentClient:
         match error:
             case aiohttp.ClientConnectorError(os_error=FileNotFoundError() | ConnectionRefusedError()):
                 return AgentUnavailable(
-                    f"the agent does not run on this node: nothing listens at {self._socket}; start it (`systemctl start gpumgr`, or "
+                    f"no agent answers on this node: nothing listens at {self._socket}; start it (`systemctl restart gpumgr`, or "
                     "`gpumgr run`), or name its socket with --socket if it has another"
                 )
             case aiohttp.ClientConnectorError(os_error=reason):

@@ -37,7 +37,7 @@ NAME: Final = "gpumgr.sqlite3"
 _COMPANIONS: Final = ("-wal", "-shm")
 _MIN_PAGE_BYTES: Final = 512
 
-_FULL: Final = "make room on its file system; nothing was changed, and the agent retries"
+_FULL: Final = "make room on its file system"
 _ACCESS: Final = "make its folder writable for the user that gpumgr runs as, or set checkpoint.dir to another one"
 _DISK: Final = "check the kernel log for disk errors"
 _BUSY: Final = "another program holds the file; only one agent may run on a node"

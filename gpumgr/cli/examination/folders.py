@@ -14,6 +14,7 @@ from gpumgr.cli.examination import CheckResult, error, error_of, ok, skipped, wa
 from gpumgr.cli.options import unread_sentence
 from gpumgr.common.errors import CheckpointError
 from gpumgr.common.proc import mount_of
+from gpumgr.common.units import count_text
 from gpumgr.ledger.store import read_checkpoint
 from gpumgr.ledger.tables import CorruptError
 from gpumgr.settings import Settings
@@ -101,7 +102,7 @@ def look_at_checkpoint(folder: Path) -> CheckResult:
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",
             "nothing: the agent sets the file aside and rebuilds the ledger from the kubelet",
         )
-    return ok(f"{len(loaded.ledger.allocations)} allocations in {folder}")
+    return ok(f"{count_text(len(loaded.ledger.allocations), 'allocation')} in {folder}")
 
 
 #: An emptyDir is deleted with its pod.

@@ -65,7 +65,7 @@ async def test_json_of_another_structure_is_reported(command: tuple[str, ...], s
 async def test_an_agent_that_does_not_run_is_reported_with_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "a.sock"
     async with AgentClient(path) as agent:
-        with pytest.raises(GpumgrError, match=rf"does not run on this node: nothing listens at {path}; start it .*--socket"):
+        with pytest.raises(GpumgrError, match=rf"no agent answers on this node: nothing listens at {path}; start it .*--socket"):
             await agent.get("/api/state")
         with sockets.socket(sockets.AF_UNIX) as left:
             left.bind(str(path))

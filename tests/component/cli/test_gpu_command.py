@@ -243,7 +243,7 @@ async def test_a_drain_without_its_agent_ends_with_the_last_known_state(agent: A
 async def test_a_drain_without_any_agent_fails_at_once(agent: Agent, tmp_path: Path) -> None:
     agent.socket = tmp_path / "other.sock"
     result = await agent.run("drain", "3", "--wait")
-    assert "the agent does not run on this node" in str(result.exception)
+    assert "no agent answers on this node" in str(result.exception)
 
 
 async def test_a_drain_ends_if_the_agent_refuses_because_the_gpu_was_uncordoned(agent: Agent) -> None:

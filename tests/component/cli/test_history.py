@@ -78,7 +78,7 @@ async def test_without_the_agent_the_checkpoint_is_read_and_hostile_names_are_es
     await remember(folder)
     ended = await gpumgr_command("history")
     assert ended.code == 0
-    assert "the agent does not run on this node" in ended.err
+    assert "no agent answers on this node" in ended.err
     assert ended.out == (
         "2023-11-14 22:13:20Z  granted  team/resnet-0 (main)              30 cores    GPU0    share: the least free room\n"
         "2023-11-14 22:13:21Z  refused  team/\\x1b[2Jevil\\n                150 cores   -       invalid_request: 150 cores requested\n"
@@ -95,7 +95,7 @@ async def test_a_pod_has_the_entries_from_before_its_name_was_known(folder: Path
 
 async def test_following_needs_the_agent(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
-    (await gpumgr_command("history", "--follow")).failed(1, "systemctl start gpumgr")
+    (await gpumgr_command("history", "--follow")).failed(1, "systemctl restart gpumgr")
 
 
 async def test_follow_prints_new_entries_once_and_continues_after_a_restart_of_the_agent(agent: FakeAgent, start: Start) -> None:

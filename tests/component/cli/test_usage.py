@@ -42,20 +42,20 @@ async def test_watch_needs_a_terminal(output: str, agent: FakeAgent, gpumgr_comm
 
 
 async def test_without_an_agent_the_error_explains_how_to_start_one(socket: Path, gpumgr_command: Gpumgr) -> None:
-    (await gpumgr_command("usage", "--socket", socket)).failed(1, "systemctl start gpumgr")
+    (await gpumgr_command("usage", "--socket", socket)).failed(1, "systemctl restart gpumgr")
 
 
 async def test_with_a_given_socket_no_checkpoint_is_read(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     for command in (["usage"], ["why", "team/resnet-0"], ["history"]):
-        (await gpumgr_command(*command, "--socket", socket)).failed(1, "the agent does not run on this node")
+        (await gpumgr_command(*command, "--socket", socket)).failed(1, "no agent answers on this node")
 
 
 async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-22222222-bbbb": Cordon(since=AT)})
     ended = await gpumgr_command("usage")
     assert ended.code == 0
-    assert "the agent does not run on this node" in ended.err
+    assert "no agent answers on this node" in ended.err
     (written,) = re.findall(f"What follows is from the checkpoint in {folder}, last written at (.*)\\.\n", ended.err)
     assert ended.out == (
         f"this node at {written}\n"

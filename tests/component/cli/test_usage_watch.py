@@ -51,7 +51,7 @@ async def test_watch_on_a_terminal_leaves_room_for_the_last_line_and_shows_a_mis
 async def test_without_an_agent_a_terminal_stays_as_it_was(socket: Path, start: Start) -> None:
     process = await start("usage", "--socket", socket, "--watch", terminal=True)
     assert await process.ended() != 0
-    await process.until("the agent does not run on this node")
+    await process.until("no agent answers on this node")
     assert termios.tcgetattr(process.tty) == process.untouched
 
 

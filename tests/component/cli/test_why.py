@@ -56,7 +56,7 @@ async def test_without_the_agent_the_checkpoint_is_read(folder: Path, gpumgr_com
     await remember(folder)
     ended = await gpumgr_command("why", "team/resnet-0")
     assert ended.code == 0
-    assert "the agent does not run on this node" in ended.err
+    assert "no agent answers on this node" in ended.err
     assert ended.out == (
         "Pod team/resnet-0, uid uid-resnet-0.\n"
         "\n"
@@ -92,7 +92,7 @@ async def test_the_checkpoint_shows_a_cordon_and_no_health(folder: Path, gpumgr_
 
 async def test_with_neither_agent_nor_checkpoint_both_reasons_are_printed(folder: Path, gpumgr_command: Gpumgr) -> None:
     (await gpumgr_command("why", "team/resnet-0")).failed(
-        1, "the agent does not run on this node", f"there is no checkpoint at {folder}"
+        1, "no agent answers on this node", f"there is no checkpoint at {folder}"
     )
 
 

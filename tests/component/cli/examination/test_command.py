@@ -56,7 +56,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     assert (cri["check"], cri["state"], cgroups["check"], cgroups["state"]) == ("cri", "error", "cgroups", "error")
     burst = found.pop(-3)
     assert (burst["check"], burst["state"]) == ("burst", "skipped")
-    assert "the agent does not run on this node" in burst["message"]
+    assert "no agent answers on this node" in burst["message"]
     kubelet = (
         "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, "
         "whatever its --root-dir is"

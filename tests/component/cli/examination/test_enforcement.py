@@ -205,4 +205,4 @@ async def test_the_excess_of_limits(folder: Path, excess: list[int | None], mess
 async def test_without_an_agent_the_limits_are_not_known(folder: Path) -> None:
     away = await look_at_bursts(with_socket(folder), timeout_seconds=10)
     assert away.state == "skipped"
-    assert "the agent does not run on this node" in away.message
+    assert "no agent answers on this node" in away.message
