@@ -7,12 +7,12 @@ an integer: bit n is the node with slot n.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import compress, count
+from itertools import compress
 from operator import attrgetter, or_
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -37,7 +37,8 @@ _UNUSED_SLOTS: Final = 1024
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
 #: So few nodes of a set are found bit by bit; more are found faster from the integer's binary digits.
-_ONE_BY_ONE: Final = 16
+_ONE_BY_ONE: Final = 64
+_T = TypeVar("_T")
 
 #: Compares nodes for one request: the lowest is the best; names decide between equal ranks.
 Rank = tuple[int, ...]
@@ -216,13 +217,13 @@ class Profiles:
         return int(bits, 2)
 
     def places_of(self, nodes: int) -> Iterator[Place]:
-        return filter(None, map(self._by_slot.__getitem__, _slots(nodes)))
+        return filter(None, _at(self._by_slot, nodes))
 
     def in_order(self, nodes: int) -> list[Place]:
         return sorted(self.places_of(nodes), key=_name)
 
     def names_of(self, nodes: int) -> list[str]:
-        return list(map(self._names.__getitem__, _slots(nodes)))
+        return list(_at(self._names, nodes))
 
     def put(self, state: NodeState, used: Used, cpu_free: int | None) -> None:
         """Adds the node, or moves it to the groups of its new state."""
@@ -326,14 +327,15 @@ class Profiles:
 _name = attrgetter("name")
 
 
-def _slots(nodes: int) -> Iterable[int]:
+def _at(items: Sequence[_T], nodes: int) -> Iterator[_T]:
+    """The items with the positions of the set's bits."""
     if nodes.bit_count() > _ONE_BY_ONE:
-        return compress(count(), bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS))
+        return compress(items, bin(nodes)[:1:-1].encode().translate(_FROM_DIGITS))
     found: list[int] = []
     while nodes:
         found.append(nodes.bit_length() - 1)
         nodes ^= 1 << found[-1]
-    return reversed(found)
+    return map(items.__getitem__, reversed(found))
 
 
 def _groups(profile: Profile) -> Iterator[Profile | Room]:

@@ -18,8 +18,7 @@ from gpumgr.cluster.core.question import Largest, Question
 from gpumgr.cluster.core.request import Policy
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
-from gpumgr.common import aio
-from gpumgr.common.aio import LogPace, in_slices
+from gpumgr.common.aio import LogPace, in_slices, sliced
 from gpumgr.kube.client import API_FAILURES, ApiServer, failure_text
 
 _log = structlog.get_logger(__name__)
@@ -74,8 +73,8 @@ class Rejections:
         waiting.sort(key=lambda each: (each.version, -each.pod.priority))
         #: Most pods were offered the same nodes, so what is free there is computed once for all of them.
         seen, rooms = set[Hashable](), dict[tuple[int, int], tuple[int, Largest]]()
-        began = turn = time.perf_counter()
-        for each in waiting:
+        began = time.perf_counter()
+        async for each in sliced(waiting):
             if self.pods.get(each.pod.uid) is not each:
                 continue
             quota = self._quotas.state(each.pod.namespace)
@@ -94,10 +93,7 @@ class Rejections:
             if self._index.numbering != numbering:
                 break
             each.version, each.quota = version, quota
-            if time.perf_counter() > turn + aio.SLICE_SECONDS:
-                await asyncio.sleep(0)
-                turn = time.perf_counter()
-            if turn > began + _LOOK_SECONDS:
+            if time.perf_counter() > began + _LOOK_SECONDS:
                 break
         return None
 
