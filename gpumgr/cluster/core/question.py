@@ -1,6 +1,6 @@
 """A question to the index: which nodes fit a request, which are the best, and why none fits."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -14,7 +14,7 @@ from gpumgr.cluster.core.index import ClusterIndex, Names
 from gpumgr.cluster.core.node import covers
 from gpumgr.cluster.core.profiles import Rank
 from gpumgr.cluster.core.quota import types_of
-from gpumgr.cluster.core.request import NOTHING, GpuType, PodRequest, Policy
+from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
 from gpumgr.cluster.core.shape import Found, Shape
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED
@@ -172,21 +172,31 @@ class Question:
 
 
 class Largest(NamedTuple):
-    """The most that one node has: idle GPUs, and cores and memory on single GPUs."""
+    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, except where another GPU has at least as much of
+    both."""
 
     idle_gpus: int
-    free: Amounts
+    free: tuple[Amounts, ...]
 
     @classmethod
     def on(cls, index: ClusterIndex, nodes: int) -> "Largest":
         profiles = index.profiles
         rooms = (room for room in profiles.rooms_of(nodes) if room.offered and room.nodes & nodes)
         idle_gpus = max((idle for idle, there in profiles.by_idle_gpus.items() if there & nodes), default=0)
-        return cls(idle_gpus, reduce(Amounts.most, (Amounts(room.cores_free, room.memory_free) for room in rooms), NOTHING))
+        return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container, without the others, may fit on some node; True for HAMi's resources, which are not examined."""
+        """Whether each container, without the others, fits on some node; True for HAMi's resources, which are not examined."""
         return all(
-            each.replica is not None or (each.gpus <= self.idle_gpus if each.whole else covers(self.free, each.share))
+            each.replica is not None
+            or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))
             for each in request.containers
         )
+
+
+def _frontier(sums: Iterable[Amounts]) -> tuple[Amounts, ...]:
+    best: list[Amounts] = []
+    for each in sorted(set(sums), key=lambda each: (-each.cores, -each.memory_mebibytes)):
+        if not best or each.memory_mebibytes > best[-1].memory_mebibytes:
+            best.append(each)
+    return tuple(best)
