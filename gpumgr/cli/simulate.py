@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from gpumgr.cli.formats import printable
 from gpumgr.cli.options import ExitingCommand, FiniteRange
@@ -130,7 +131,10 @@ def command(
 
     The same files and seeds give the same output. docs/simulate.md describes files, policies and measures.
     """
-    if context.invoked_subcommand is not None:
+    if (task := context.invoked_subcommand) is not None:
+        for each in context.command.params:
+            if context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"{each.opts[0]} is not passed on to `{task}`; give options after `{task}`")
         return
     if from_cluster and snapshot is not None:
         import_module(_LIVE).document_of(from_cluster=True, kubeconfig=kubeconfig, snapshot=snapshot)

@@ -231,6 +231,12 @@ async def test_wrong_usage_and_clusters_that_can_not_be_read(
         (None, without, "give --from-cluster, or --snapshot FILE"),
         (None, (*without, "--from-cluster"), "there is no kubeconfig: give --kubeconfig FILE"),
         (None, (*read, "--kubeconfig", file), "--kubeconfig needs --from-cluster"),
+        (
+            None,
+            ("--snapshot", snapshot, *without, "--from-cluster"),
+            "--snapshot is not passed on to `fit`; give options after `fit`",
+        ),
+        (None, ("--policy", "best-fit", *read), "--policy is not passed on to `fit`; give options after `fit`"),
         (None, read, "snapshot.json: it can't be read: No such file or directory; give"),
         ("{}", read, "is not a snapshot: Object missing required field `kind`; make it with `gpumgr simulate --from-cluster"),
         (head.replace("1", "2") + "[]}", read, "is not a snapshot: Invalid enum value 2 - at `$.version`"),

@@ -44,9 +44,10 @@ class Node:
         own = {key.replace("__", "."): value for key, value in changed.items()}
         return load_settings(None, environ={}, overrides={**self._sections, **own})
 
-    def backends(self, **changed: Any) -> NodeBackends:
+    def backends(self, *, simulated: bool = False, **changed: Any) -> NodeBackends:
         nvml = Nvml(library_path=str(self.folder / "none.so"))
-        return NodeBackends(self.settings(**changed), SharedNvml(nvml), Hardware(proc_root=self.folder / "proc"))
+        hardware = Hardware(proc_root=self.folder / "proc", simulated=simulated)
+        return NodeBackends(self.settings(**changed), SharedNvml(nvml), hardware)
 
     def mps(self) -> str:
         path = self.folder / "mps-control"
@@ -89,6 +90,12 @@ async def test_what_a_node_lacks_is_an_error_only_for_a_backend_that_the_setting
     found = await backends.look_at(name)
     assert (found.state, found.message.startswith(message)) == (state, True), found
     assert (found.remedy is not None) == (state == "error")
+
+
+@pytest.mark.parametrize(("setting", "state"), [("auto", "skipped"), ("limiter", "ok")])
+async def test_a_simulated_node_limits_only_with_a_backend_that_the_settings_name(setting: str, state: State, node: Node) -> None:
+    backends = node.backends(simulated=True, enforcement__backend=setting)
+    assert [(await backends.look_at("limiter")).state, (await backends.look_at_choice()).state] == [state, state]
 
 
 async def test_an_override_names_a_backend_too(node: Node) -> None:
