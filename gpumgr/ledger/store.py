@@ -124,6 +124,8 @@ class SqliteCheckpoint:
             await asyncio.wrap_future(done)
         except sqlite3.Error as error:
             raise translate(error, self._path, "write") from error
+        except OSError as error:
+            raise CheckpointError(f"can't reach the checkpoint {self._path}: {error.strerror or error}; {_DISK}") from error
 
     def _write(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -1,6 +1,7 @@
 """What was saved is there after any restart, and what can't be trusted is never taken for an empty ledger."""
 
 import asyncio
+import errno
 import os
 import signal
 import sqlite3
@@ -93,6 +94,24 @@ async def test_a_write_to_a_removed_file_raises(tmp_path: Path, open_checkpoint:
     (tmp_path / NAME).unlink()
     with pytest.raises(CheckpointError, match=r"gpumgr\.sqlite3 was removed; start the agent again"):
         await checkpoint.save(LEDGER.since(Ledger()))
+
+
+async def test_a_folder_that_the_disk_does_not_show_is_no_bug(
+    tmp_path: Path, open_checkpoint: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug would end the agent."""
+    checkpoint = open_checkpoint()
+
+    def fail(_path: Path) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", fail)
+        with pytest.raises(
+            CheckpointError, match=rf"can't reach the checkpoint {tmp_path / NAME}: Input/output error; check the"
+        ):
+            await checkpoint.save(LEDGER.since(Ledger()))
+    await checkpoint.save(LEDGER.since(Ledger()))
 
 
 async def test_a_closed_checkpoint_raises(open_checkpoint: Open) -> None:
