@@ -119,26 +119,24 @@ GM_WRAPPER(cuMemFree, (uint at)) { FREE(at, CALL(cuMemFree, at)); }
 GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
 
 /* The driver frees memory that is from no pool when the stream gets to cuMemFreeAsync; it stays charged until then. */
-static atomic_int frees, most_frees; /* how many are charged; with more, they are looked at even if no memory is asked for */
+static atomic_int most_frees; /* with more, they are looked at even if no memory is asked for */
 static void frees_settle(void) {
-    int n = atomic_load(&frees);
+    int n = atomic_load(&gm_records_freed);
     struct gm_record *list = n ? malloc((size_t)n * sizeof *list) : NULL, gone, block;
     for (int i = list ? gm_records_list(GM_FREED, list, n) : 0; i-- > 0;) {
         if (!gm_passed(list[i].after) || !gm_record_take(GM_FREED, list[i].key, &gone)) continue;
-        atomic_fetch_sub(&frees, 1);
         if (!gone.block) gm_release(gone.gpu, gone.kind, gone.bytes);
         else if (gm_record_unreference(GM_BLOCK, gone.block, &block)) gm_release(block.gpu, block.kind, block.bytes);
     }
     free(list);
-    atomic_store(&most_frees, 2 * atomic_load(&frees) + 64);
+    atomic_store(&most_frees, 2 * atomic_load(&gm_records_freed) + 64);
 }
 static void freed_later(struct gm_record record, CUstream stream, bool per_thread) {
     static _Atomic(uint64_t) number;
     if (record.pool) return;
-    record.key = atomic_fetch_add(&number, 1), record.type = GM_FREED, record.owner = NULL, record.after = gm_point_in(stream, per_thread);
-    int others = atomic_fetch_add(&frees, 1);
+    record.key = atomic_fetch_add(&number, 1), record.type = GM_FREED, record.after = gm_point_in(stream, per_thread);
     gm_record_add(record);
-    if (others >= atomic_load(&most_frees)) frees_settle();
+    if (atomic_load(&gm_records_freed) > atomic_load(&most_frees)) frees_settle();
 }
 #define FREE_ASYNC(symbol, per_thread)                                                                                             \
     GM_WRAPPER(symbol, (CUdeviceptr at, CUstream stream)) {                                                                        \

@@ -8,11 +8,13 @@ enum { BUCKETS = 4096 };
 static struct gm_record *buckets[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+atomic_int gm_records_freed;
 
 /* A child after fork has no CUDA; its parent's charges are not its own. */
 static void forget(void) {
     pthread_mutex_init(&lock, NULL);
     for (int i = 0; i < BUCKETS; i++) buckets[i] = NULL;
+    atomic_store(&gm_records_freed, 0);
 }
 static void at_fork(void) { pthread_atfork(NULL, NULL, forget); }
 
@@ -33,6 +35,11 @@ static void insert(struct gm_record *r) {
     struct gm_record **b = bucket(r->key);
     r->next = *b;
     *b = r;
+    atomic_fetch_add(&gm_records_freed, r->type == GM_FREED);
+}
+static void removed(struct gm_record **at) {
+    atomic_fetch_sub(&gm_records_freed, (*at)->type == GM_FREED);
+    *at = (*at)->next;
 }
 
 void gm_record_add(struct gm_record value) {
@@ -64,7 +71,7 @@ bool gm_record_hold(struct gm_record block) {
 bool gm_record_take(enum gm_record_type type, uint64_t key, struct gm_record *out) {
     pthread_mutex_lock(&lock);
     struct gm_record **at = find(type, key), *r = at ? *at : NULL;
-    if (r) *at = r->next;
+    if (r) removed(at);
     pthread_mutex_unlock(&lock);
     if (!r) return false;
     *out = *r;
@@ -111,7 +118,7 @@ void gm_records_end(void *owner) {
                 at = &r->next;
                 continue;
             }
-            *at = r->next;
+            removed(at);
             r->next = gone;
             gone = r;
         }

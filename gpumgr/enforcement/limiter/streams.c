@@ -83,10 +83,11 @@ static void collect(struct gm_stream *s) {
     }
 }
 /* Records a marker. False: there is no free one; the marker before the oldest is kept, to measure the time between both. No other thread can
- * mark a per-thread stream, so its last marker moves behind each launch until it covers `spacing` launches. */
+ * mark a per-thread stream, so its last marker moves behind each launch until it covers `spacing` launches. With `most` = GM_RING it moves if
+ * none is free. */
 static bool record(struct gm_stream *s, uint32_t most) {
     uint32_t open = s->next_marker - s->first, last = (s->next_marker - 1) % GM_RING;
-    bool moves = s->thread && open && (s->covers[last] < atomic_load(&s->spacing) || open >= GM_RING - 1);
+    bool moves = open >= GM_RING - 1 ? s->thread || most == GM_RING : s->thread && open && s->covers[last] < atomic_load(&s->spacing);
     if (open >= most && !moves) return false;
     if (moves) s->next_marker--;
     uint32_t at = s->next_marker % GM_RING, covers = atomic_exchange(&s->unmarked, 0) + (moves ? s->covers[last] : 0);
@@ -288,7 +289,7 @@ static struct gm_stream *known(CUstream handle, bool per_thread) {
 static void finish(CUstream handle, bool per_thread, bool destroyed) {
     struct gm_stream *s = known(handle, per_thread);
     if (!s || !hold_soon(s)) return;
-    if (s->gate && atomic_load(&s->state) == GM_LIVE && atomic_load(&s->unmarked)) record(s, GM_RING - 1);
+    if (s->gate && atomic_load(&s->state) == GM_LIVE && atomic_load(&s->unmarked)) record(s, GM_RING);
     if (destroyed) ends(s);
     let_go(s);
 }

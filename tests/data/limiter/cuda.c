@@ -29,10 +29,10 @@ struct entry { const char *name; V function; };
     static R do_##name parameters
 extern const struct entry __start_api[], __stop_api[];
 
-struct ctx { int slot, device, primary, references; struct stream *legacy; };
+struct ctx { int slot, device, primary, references, number; struct stream *legacy; };
 struct graph { int64_t ns; int kernels; uint64_t bytes[GPUS]; uint32_t meeting, parties; };
 struct stream { struct ctx *ctx; struct graph *capture; int mode, invalid, owner, destroyed; uint64_t last; struct stream *origin; };
-struct event { struct ctx *ctx; uint64_t at; int recorded; int64_t end_ns; struct stream *capture; };
+struct event { struct ctx *ctx; uint64_t at; int recorded, number; int64_t end_ns; struct stream *capture; };
 enum { PLAIN, MANAGED, ARRAY, MIPMAPPED, HANDLE, POOLED, HOST, RANGE, IMPORTED };
 /* Requests of up to 1 MiB share blocks of 2 MiB; a block is freed with the last of them, and no hole in it is used again. */
 struct block { P at; uint64_t used; int live, kind; struct ctx *ctx; struct block *next; };
@@ -40,7 +40,7 @@ struct memory { P at; uint64_t bytes; int kind, device, references, mappings; st
 struct pool { uint64_t reserved, used, high, threshold; int device, host, destroyed; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int started, captures_global, events, record_failures, exchange_ns;
+static int started, captures_global, contexts, events, record_failures, exchange_ns;
 static __thread struct ctx *stack[16];
 static __thread int depth, capture_mode, captures_own;
 static __thread struct stream *per_thread;
@@ -49,6 +49,8 @@ static struct pool default_pool[GPUS], *current_pool[GPUS];
 static struct { uint64_t reserved, used, high; } graph_memory[GPUS];
 static struct memory *memories;
 static struct block *blocks;
+static P freed_block; /* used again for the next block, as the address of a destroyed context is for the next context */
+static struct ctx *freed_context;
 static P next_at = 0x7f0000000000ULL;
 static struct stream *capturing[64];
 static void spend(int64_t ns) {
@@ -195,7 +197,7 @@ static R open_context(struct ctx *c, D d) {
         give(d, CONTEXT_BYTES, CONTEXT);
         return NO_MEMORY;
     }
-    *c = (struct ctx){.slot = slot, .device = d, .references = 1};
+    *c = (struct ctx){.slot = slot, .device = d, .references = 1, .number = ++contexts};
     c->legacy = new_stream(c);
     return OK;
 }
@@ -259,7 +261,8 @@ API(cuDevicePrimaryCtxGetState, (D d, unsigned *flags, int *active)) { *flags = 
 static R create_context(V *c, D d) {
     if (!c) return INVALID;
     if (!gpu(d)) return started ? NO_DEVICE : NOT_INITIALIZED;
-    struct ctx *x = malloc(sizeof *x);
+    struct ctx *x = freed_context ? freed_context : malloc(sizeof *x);
+    freed_context = NULL;
     R r = open_context(x, d);
     if (r) free(x);
     else *c = stack[depth++] = x;
@@ -273,6 +276,7 @@ API(cuCtxDestroy_v2, (V c)) {
     if (!x || !x->references) return BAD_CONTEXT;
     if (current() == x) depth--;
     close_context(x);
+    freed_context = x;
     return OK;
 }
 /* A green context holds the primary one and needs no memory of its own. */
@@ -430,7 +434,7 @@ API(cuEventCreate, (V *e, unsigned flags)) {
     (void)flags;
     if (!current()) return BAD_CONTEXT;
     struct event *x = calloc(1, sizeof *x);
-    x->ctx = current(), events++;
+    x->ctx = current(), x->number = x->ctx->number, events++;
     *e = x;
     return OK;
 }
@@ -452,7 +456,7 @@ API_PTSZ(cuEventRecord, (V e, V stream), (e, S)) {
     return r;
 }
 static R query(struct event *x) {
-    if (!x->ctx->references) {
+    if (!x->ctx->references || x->number != x->ctx->number) {
         fprintf(stderr, "libcuda: an event is used after its context\n");
         abort();
     }
@@ -660,8 +664,9 @@ static R allocate_small(P *at, uint64_t bytes, int kind, struct ctx *c) {
     R r = b ? OK : take(c->device, 2 * MIB, DATA);
     if (!r && !b) {
         b = malloc(sizeof *b);
-        *b = (struct block){.at = next_at, .kind = kind, .ctx = c, .next = blocks};
-        blocks = b, next_at += 4 * MIB;
+        if (!freed_block) freed_block = next_at, next_at += 4 * MIB;
+        *b = (struct block){.at = freed_block, .kind = kind, .ctx = c, .next = blocks};
+        blocks = b, freed_block = 0;
     }
     if (!r) *at = b->at + b->used, b->used += bytes, b->live++;
     pthread_mutex_unlock(&lock);
@@ -675,6 +680,7 @@ static void free_data(struct memory *m) {
         struct block **b = &blocks;
         while (*b != m->block) b = &(*b)->next;
         *b = m->block->next;
+        freed_block = m->block->at;
         free(m->block);
         give(m->device, 2 * MIB, DATA);
     }

@@ -152,8 +152,9 @@ static void capabilities(void) {
         SAY("attribute", r, value);
     }
 }
+static V module;
 static void launches(void) {
-    V module, kernel;
+    V kernel;
     U seen = 0, attribute = 77;
     R r = cuModuleLoadData(&module, "") || cuModuleGetFunction(&kernel, module, "work_10000");
     before = used();
@@ -183,6 +184,16 @@ static void launches(void) {
         r = r || cuGreenCtxDestroy(own);
     }
     SAY("green contexts that end with work", r, cuCtxSynchronize());
+}
+/* The driver may give a context the address of one that ended, and memory in it the same addresses. */
+static void again(void) {
+    V own, kernel;
+    P at;
+    R r = cuCtxCreate_v4(&own, NULL, 0, 0) || cuModuleGetFunction(&kernel, module, "work_50000000");
+    r = r || cuMemAlloc_v2(&at, 4096) || cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL) || cuMemFreeAsync(at, NULL);
+    r = r || cuCtxDestroy_v2(own) || cuCtxCreate_v4(&own, NULL, 0, 0) || cuMemAlloc_v2(&at, 4096);
+    SAY("a context after one whose stream had yet to free", r);
+    SAY("destroyed", cuCtxDestroy_v2(own) || cuCtxSetCurrent(context));
 }
 static void newer(void) {
     V found = NULL;
@@ -216,6 +227,7 @@ int main(int argc, char **argv) {
     frees();
     nothing();
     launches();
+    again();
     newer();
     resets();
     return 0;

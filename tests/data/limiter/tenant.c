@@ -29,6 +29,8 @@
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   late STEP N OWN             cuMemFreeAsync of N times STEP behind a kernel, in a stream of its own or the default one; the result of a
  *                               request that needs a part of them before the kernel has ended, and the bytes used afterwards
+ *   ends STEP N                 N times STEP is freed behind a kernel, and STEP behind a longer one in the same stream, which then ends; the result
+ *                               of a request that needs it before the longer kernel has ended, and the bytes used afterwards
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
  *   suspend PID AFTER FOR N PAGES   what the agent does with a container of one process after AFTER ms, when N threads work, until FOR ms
  *                               later (0: until it asks); whether it asked, and its state while it was suspended
@@ -446,6 +448,24 @@ static R frees_late(N step, int number, int own_stream, N *before, N *used) {
     if (model_leave) model_leave();
     return r;
 }
+static R stream_ends(N step, int number, N *before, N *used) {
+    P at[10], other;
+    V stream = NULL, first = NULL;
+    size_t n = 0, total = 0;
+    R r = cuStreamCreate(&stream, 1) || launch(KERNEL, launched("work_1000"), stream) || cuStreamSynchronize(stream);
+    enter(1, 0);
+    for (int i = 0; i <= number && !r; i++) r = cuMemAlloc(&at[i], (size_t)step);
+    r = r || cuMemGetInfo(&n, &total) || launch(KERNEL, launched("work_1000000"), stream);
+    for (int i = 0; i < number && !r; i++) r = cuMemFreeAsync(at[i], stream);
+    r = r || FOUND(cuEventCreate, (V *, unsigned))(&first, 0) || FOUND(cuEventRecord, (V, V))(first, stream);
+    r = r || launch(KERNEL, launched("work_1000000000"), stream) || cuMemFreeAsync(at[number], stream) || FOUND(cuStreamDestroy_v2, (V))(stream);
+    r = r || FOUND(cuEventSynchronize, (V))(first);
+    *before = r ? r : cuMemAlloc(&other, n + (size_t)(number * step) + 1);
+    r = r || cuCtxSynchronize() || cuMemGetInfo(&n, &total);
+    *used = (N)(total - n);
+    if (model_leave) model_leave();
+    return r;
+}
 static V launches_until(V end) {
     R r = cuCtxSetCurrent(context);
     V kernel = launched("work_2000000");
@@ -786,6 +806,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
         else if (!strcmp(word, "retains")) x = retains((int)a, (int)b, &r);
         else if (!strcmp(word, "captured")) r = captured(name, (int)b, &x);
+        else if (!strcmp(word, "ends")) r = stream_ends(a, (int)b, &x, &y);
         else if (!strcmp(word, "late")) {
             int own = 0;
             sscanf(line, "%*s %*d %*d %d", &own);

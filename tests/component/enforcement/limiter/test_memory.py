@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Container, Node, Tenant
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Container, Node, Tenant, started
 
 _OUT_OF_MEMORY = 2
 _LIMIT = 4096 * MIB
@@ -181,6 +181,13 @@ def test_what_a_stream_has_yet_to_free_stays_charged(
     assert tenant.ask("init 0")[0] == 0
     assert tenant.ask(f"late {step} {number} {own_stream}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
     assert container.by_kind() == {"context": CONTEXT_BYTES}
+
+
+@pytest.mark.parametrize("number", [1, 9])
+def test_what_a_destroyed_stream_has_yet_to_free_stays_charged(node: Node, tmp_path: Path, number: int) -> None:
+    """Also if the stream has as many markers as it may have."""
+    container = Container(tmp_path / "a", _LIMIT)
+    assert started(node, container).ask(f"ends {6 * MIB} {number}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
 
 
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
