@@ -159,7 +159,7 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
         script = shutil.copyfile(SHIPPED / "install.sh", image / "install.sh")
         done = subprocess.run(["/bin/sh", script, folder], capture_output=True, text=True)
     if done.returncode:
-        raise GpumgrError(done.stderr.strip().removeprefix("install.sh: "))
+        raise GpumgrError(done.stderr.strip().replace("install.sh: ", ""))
     click.echo(done.stdout.strip())
 
 

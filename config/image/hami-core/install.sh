@@ -45,7 +45,7 @@ if ! matches "$target/libvgpu.so" || [ "$(stat -c %a "$target/libvgpu.so")" != 7
 fi
 if [ "$(cat "$target/version" 2> /dev/null)" != "$version" ]; then
     rm -rf "$target/.version.new"
-    echo "$version" > "$target/.version.new"
+    printf '%s\n' "$version" > "$target/.version.new"
     sync "$target/.version.new"
     mv -fT "$target/.version.new" "$target/version"
 fi
@@ -54,8 +54,9 @@ if [ "$(readlink "$link")" != "$sha256/libvgpu.so" ]; then
     rm -rf "$folder/.libvgpu.so.new"
     ln -s "$sha256/libvgpu.so" "$folder/.libvgpu.so.new"
     mv -fT "$folder/.libvgpu.so.new" "$link"
-    echo "installed libvgpu.so $version, SHA-256 $sha256"
+    state=installed
 else
-    echo "unchanged libvgpu.so $version, SHA-256 $sha256"
+    state=unchanged
 fi
+printf '%s libvgpu.so %s, SHA-256 %s\n' "$state" "$version" "$sha256"
 sync "$folder"

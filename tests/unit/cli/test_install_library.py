@@ -18,6 +18,7 @@ from tests.libvgpu import build
 
 LIB = Path("state/lib")
 NAME = "libvgpu.so"
+VERSION = r"-n 5091a2f\n"
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +56,11 @@ def test_the_library_is_installed_and_selected(library: Path, image: Path, capsy
     """tests/component/package/test_library_script.py has what the script does."""
     sha256 = digest(library)
     for done in ("installed", "unchanged"):
-        install(library, image, sha256=sha256.upper(), version="5091a2f")
-        assert capsys.readouterr().out == f"{done} {NAME} 5091a2f, SHA-256 {sha256}\n"
+        install(library, image, sha256=sha256.upper(), version=VERSION)
+        assert capsys.readouterr().out == f"{done} {NAME} {VERSION}, SHA-256 {sha256}\n"
     assert selected(image) == (image / LIB / sha256 / NAME, sha256)
     assert (image / LIB / NAME).read_bytes() == library.read_bytes()
-    assert (image / LIB / sha256 / "version").read_text() == "5091a2f\n"
+    assert (image / LIB / sha256 / "version").read_text() == f"{VERSION}\n"
 
 
 def test_another_file_than_was_meant_is_refused_and_changes_nothing(library: Path, image: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_library_that_limits_nothing_is_refused(tmp_path: Path, image: Path) -
 def test_what_the_script_can_not_do_is_an_error(library: Path, image: Path) -> None:
     (image / LIB).parent.mkdir()
     (image / LIB).touch()
-    with pytest.raises(GpumgrError, match=f"{image / LIB} can't be made: mount the node's folder there, writable$"):
+    with pytest.raises(GpumgrError, match=f"\n{image / LIB} can't be made: mount the node's folder there, writable$"):
         install(library, image)
 
 

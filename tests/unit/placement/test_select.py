@@ -43,6 +43,13 @@ def test_invalid_requests_are_refused(cores: int, blocks: int, words: str) -> No
     assert caught.value.code == "invalid_request"
 
 
+@pytest.mark.parametrize("cores", [0, 150])
+def test_place_refuses_cores_of_an_unknown_container_that_no_gpus_have(cores: int) -> None:
+    with pytest.raises(Refusal) as caught:
+        place(PAIRS, capacities(4), cores=cores, memory_blocks=0)
+    assert caught.value.code == "invalid_request"
+
+
 def refused(gpus: list[GpuCapacity], cores: int, blocks: int, required: tuple[int, ...] = ()) -> Refusal:
     with pytest.raises(Refusal) as caught:
         place(PAIRS, gpus, cores=cores, memory_blocks=blocks, required=required)
