@@ -119,7 +119,7 @@ GM_WRAPPER(cuMemFree, (uint at)) { FREE(at, CALL(cuMemFree, at)); }
 GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
 
 /* The driver frees memory that is from no pool when the stream gets to cuMemFreeAsync; it stays charged until then. */
-static atomic_int most_frees; /* with more, they are looked at even if no memory is asked for */
+static atomic_int most_frees; /* with more, they are looked at even if no memory is asked for; that reads all records */
 static void frees_settle(void) {
     int n = atomic_load(&gm_records_freed);
     struct gm_record *list = n ? malloc((size_t)n * sizeof *list) : NULL, gone, block;
@@ -129,7 +129,7 @@ static void frees_settle(void) {
         else if (gm_record_unreference(GM_BLOCK, gone.block, &block)) gm_release(block.gpu, block.kind, block.bytes);
     }
     free(list);
-    atomic_store(&most_frees, 2 * atomic_load(&gm_records_freed) + 64);
+    atomic_store(&most_frees, 2 * atomic_load(&gm_records_freed) + 64 + atomic_load(&gm_records) / 32);
 }
 static void freed_later(struct gm_record record, CUstream stream, bool per_thread) {
     static _Atomic(uint64_t) number;

@@ -48,8 +48,8 @@ void gm_record_unmap(uint64_t at, uint64_t size);
 /* Drops a reference to a handle or a block. True: it was the last and nothing is mapped, so the record was moved to `out`, and the caller
  * releases its charge. */
 bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out);
-/* How many records there are of what the driver has yet to free. */
-extern atomic_int gm_records_freed;
+/* How many records there are, and how many of what the driver has yet to free. */
+extern atomic_int gm_records, gm_records_freed;
 /* The first `most` records of a type. */
 int gm_records_list(enum gm_record_type type, struct gm_record *out, int most);
 

@@ -8,13 +8,13 @@ enum { BUCKETS = 4096 };
 static struct gm_record *buckets[BUCKETS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-atomic_int gm_records_freed;
+atomic_int gm_records, gm_records_freed;
 
 /* A child after fork has no CUDA; its parent's charges are not its own. */
 static void forget(void) {
     pthread_mutex_init(&lock, NULL);
     for (int i = 0; i < BUCKETS; i++) buckets[i] = NULL;
-    atomic_store(&gm_records_freed, 0);
+    atomic_store(&gm_records, 0), atomic_store(&gm_records_freed, 0);
 }
 static void at_fork(void) { pthread_atfork(NULL, NULL, forget); }
 
@@ -35,10 +35,10 @@ static void insert(struct gm_record *r) {
     struct gm_record **b = bucket(r->key);
     r->next = *b;
     *b = r;
-    atomic_fetch_add(&gm_records_freed, r->type == GM_FREED);
+    atomic_fetch_add(&gm_records, 1), atomic_fetch_add(&gm_records_freed, r->type == GM_FREED);
 }
 static void removed(struct gm_record **at) {
-    atomic_fetch_sub(&gm_records_freed, (*at)->type == GM_FREED);
+    atomic_fetch_sub(&gm_records, 1), atomic_fetch_sub(&gm_records_freed, (*at)->type == GM_FREED);
     *at = (*at)->next;
 }
 
@@ -93,7 +93,7 @@ static struct gm_record *unheld(struct gm_record *handle) {
     if (handle->references || handle->mappings) return NULL;
     for (struct gm_record **at = bucket(handle->key); *at; at = &(*at)->next)
         if (*at == handle) {
-            *at = handle->next;
+            removed(at);
             return handle;
         }
     return NULL;
@@ -175,7 +175,7 @@ void gm_record_unmap(uint64_t at, uint64_t size) {
         pthread_mutex_lock(&lock);
         struct gm_record **place = find(GM_MAPPING, at), *mapping = place ? *place : NULL, *gone = NULL;
         if (mapping) {
-            *place = mapping->next;
+            removed(place);
             gone = unmapped(mapping);
         }
         pthread_mutex_unlock(&lock);
