@@ -263,10 +263,11 @@ async def persistently(
     bugs = BugLog(name)
     while True:
         try:
-            await forever(name, work)
+            # In its own task: before Python 3.13, a task group that ends with errors can leave its task marked as cancelled.
+            await asyncio.create_task(forever(name, work), name=name)
         except Exception as error:
             bugs.record(error)
-            # Before Python 3.13, a task group that ends with errors of its tasks loses a simultaneous cancellation.
+            # Before Python 3.13, such a group also loses a simultaneous cancellation.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from error
         await asyncio.sleep(pause_seconds)

@@ -23,6 +23,7 @@ from gpumgr.common.aio import (
     until_tick,
     yielding_gil,
 )
+from tests.background import background, until
 
 
 async def test_a_slow_reader_sees_only_the_newest_value() -> None:
@@ -155,6 +156,26 @@ async def test_a_daemon_that_must_not_end_the_agent_goes_on_after_its_bugs() -> 
     )
     assert isinstance(told["exc_info"], LookupError)
     assert told["exc_info"].__traceback__ is not None
+
+
+async def test_a_daemon_goes_on_after_a_bug_in_its_task_group() -> None:
+    """Before Python 3.13 the group leaves its task marked as cancelled."""
+    tries = 0
+
+    async def fail() -> None:
+        raise LookupError("a bug")
+
+    async def work() -> None:
+        nonlocal tries
+        tries += 1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            group.create_task(asyncio.Event().wait())
+
+    with capture_logs():
+        async with background(persistently("teller", work, pause_seconds=0)) as daemon:
+            await until(lambda: tries > 1 or daemon.done())
+    assert tries > 1
 
 
 async def test_a_daemon_ends_if_it_is_cancelled_while_a_bug_ends_its_task_group() -> None:
