@@ -133,16 +133,17 @@ class StubKubelet:
             await until(lambda: bool(self.served()))
             (name,) = self.served()
         await until((self.registry / name).exists)
-        info = await self.info(name)
-        connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
-        self._channels.append(connection)
-        connection.get_state(try_to_connect=True)
-        await connection.channel_ready()
-        if hang_up:
-            await self.end()
-        status = pluginregistration.RegistrationStatus(plugin_registered=not error, error=error)
+        # One connection for both calls, as the kubelet's: a second one could get what gRPC has not closed yet.
         async with channel_to(self.registry / name) as channel:
-            await pluginregistration_services.RegistrationStub(channel).NotifyRegistrationStatus(status)
+            stub = pluginregistration_services.RegistrationStub(channel)
+            info = await stub.GetInfo(pluginregistration.InfoRequest(), wait_for_ready=True)
+            connection = grpc.aio.insecure_channel(f"unix:{info.endpoint}")
+            self._channels.append(connection)
+            connection.get_state(try_to_connect=True)
+            await connection.channel_ready()
+            if hang_up:
+                await self.end()
+            await stub.NotifyRegistrationStatus(pluginregistration.RegistrationStatus(plugin_registered=not error, error=error))
         return connection
 
     async def end(self) -> None:

@@ -6,7 +6,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import pytest
 from msgspec.structs import replace
@@ -124,6 +124,10 @@ class ClaimServer:
         if self.failures.get(name):
             raise self.failures[name].pop(0)
         return self.claims.get(name)
+
+    def request(self, *_: object) -> NoReturn:
+        """For watches."""
+        raise OSError("no route to host")
 
     async def send(self, method: str, path: str, body: object, *, but: Sequence[int] = ()) -> bool:  # noqa: ARG002
         self.sent.append(f"{method} {path}")
