@@ -19,7 +19,6 @@ from gpumgr.settings import Settings
 from gpumgr.settings.profile import VERSION, hami_core_library
 
 IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
-_SIMULATED: Final = "on a simulated node enforcement.backend auto limits nothing"
 
 
 class NodeBackends:
@@ -28,7 +27,6 @@ class NodeBackends:
     def __init__(self, settings: Settings, gpus: SharedNvml, hardware: Hardware) -> None:
         self._settings, self._gpus, self._hardware = settings, gpus, hardware
         self._asked: asyncio.Task[MechanismChoice] | None = None
-        self._idle = hardware.simulated and backend_words(settings) == {"auto"}
 
     async def choice(self) -> MechanismChoice:
         if self._asked is None:
@@ -57,8 +55,6 @@ class NodeBackends:
     async def look_at(self, name: str) -> CheckResult:
         """The result is an error only if the settings name the backend."""
         words = backend_words(self._settings)
-        if self._idle:
-            return skipped(_SIMULATED)
         if not {name, "auto"} & words and not (name == "limiter" and "nvml-memory" in words):
             return skipped(f"not used: enforcement.backend is {' and '.join(sorted(words))}")
         obstacle = (await self.choice()).obstacles.get(name)
@@ -70,8 +66,8 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_choice(self) -> CheckResult:
-        if self._idle:
-            return skipped(_SIMULATED)
+        if self._hardware.simulated and backend_words(self._settings) == {"auto"}:
+            return skipped("on a simulated node enforcement.backend auto limits nothing")
         choice = await self.choice()
         try:
             seen = (await self._gpus.snapshot()).gpus
