@@ -280,7 +280,7 @@ bool gm_needs_no_turn(void) {
     return needs_no_turn(p, gates);
 }
 struct gm_pass gm_enter(CUstream handle, bool per_thread) {
-    struct gm_pass none = {NULL, NULL};
+    struct gm_pass none = {0}, pass;
     struct gm_process *p = gm_process();
     if (!p) return none;
     struct gm_stream *stream = gm_stream_of(handle, per_thread);
@@ -292,10 +292,12 @@ struct gm_pass gm_enter(CUstream handle, bool per_thread) {
         return none;
     }
     if (atomic_load_explicit(&helper, memory_order_relaxed) != 1 && !start_helper()) return none;
-    if (passes_at_once(p, g)) return (struct gm_pass){g, stream};
+    pass = (struct gm_pass){g, stream, 0};
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &pass.cancel); /* a driver that waits for room in its queue may be cancelled */
+    if (passes_at_once(p, g)) return pass;
     if (!try_pass(p, g, gm_now())) wait_for_turn(p, g);
     atomic_store_explicit(&g->last_ns, gm_now(), memory_order_relaxed);
-    return (struct gm_pass){g, stream};
+    return pass;
 }
 
 void gm_leave(struct gm_pass pass) {
@@ -309,4 +311,5 @@ void gm_leave(struct gm_pass pass) {
     if (per_thread) gm_stream_mark(pass.stream);
     atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
     if (!per_thread && unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);
+    pthread_setcancelstate(pass.cancel, NULL);
 }

@@ -101,6 +101,7 @@ void gm_unrelax(int previous);
 struct gm_pass {
     struct gm_gate *gate; /* NULL: the launch needs no turn */
     struct gm_stream *stream;
+    int cancel; /* the thread's state of cancellation before */
 };
 /* Whether any launch may pass at once: the container has one GPU, and does not share it. True also counts the launch. */
 bool gm_needs_no_turn(void);

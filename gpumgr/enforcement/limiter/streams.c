@@ -120,7 +120,8 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 void gm_stream_mark(struct gm_stream *s) {
     uint64_t until = 0;
     int mode = gm_relax(); /* another thread may begin a capture at any time */
-    while (s->thread ? hold_soon(s) : hold(s)) { /* if another thread holds it, that thread records the marker */
+    /* If another thread holds it, that thread records the marker. It may have lost its CPU, so not too many launches rely on it. */
+    while (s->thread || atomic_load(&s->unmarked) > 4 * atomic_load(&s->spacing) ? hold_soon(s) : hold(s)) {
         bool late = until && gm_now() > until, done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
         if (!done) collect(s), done = record(s, late ? GM_RING - 1 : s->depth);
         let_go(s);

@@ -40,7 +40,8 @@
  *                               release is the last one; how many events there are
  *   captured HOW PTSZ           launches into a stream that is captured into a graph of its own (new), a given one (given), or again; whether it was a given one
  *   pools STEP                  STEP bytes from the pool in two threads, where one hears of the pool's growth late
- *   cancels N                   threads that are cancelled, one after the other, while they launch; how many were within a launch
+ *   cancels N [FULL]            threads that are cancelled, one after the other, while they launch; how many were within a launch. FULL: no
+ *                               marker can be recorded, so the driver's queue is full and its launches wait
  *   passing N                   threads that launch and end, one after the other; how many events there are
  *   forks N                     N of them, while four threads launch
  *   reduce NUMBER FIRST MILLISECONDS N [TOGETHER]   rounds of a collective over GPUs 0 and 1, launched on GPU FIRST first, or by one call;
@@ -500,9 +501,10 @@ static V launches_until_cancelled(V kernel) {
     }
     return NULL;
 }
-static int cancels(int number, R *r) {
+static int cancels(int number, int full, R *r) {
     int cut = 0;
     V kernel = launched("work_2000000");
+    if (full) FOUND(cuFakeEvents, (unsigned))(100000);
     for (int i = 0; i < number && !*r; i++, cut += within, within = 0) {
         pthread_t thread;
         if ((*r = pthread_create(&thread, NULL, launches_until_cancelled, kernel))) break;
@@ -813,7 +815,7 @@ int main(int argc, char **argv) {
             r = frees_late(a, (int)b, own, &x, &y);
         }
         else if (!strcmp(word, "pools")) r = pools(a);
-        else if (!strcmp(word, "cancels")) x = cancels((int)a, &r);
+        else if (!strcmp(word, "cancels")) x = cancels((int)a, (int)b, &r);
         else if (!strcmp(word, "passing")) x = passing((int)a, &r);
         else if (!strcmp(word, "forks")) r = forks((int)a);
         else if (!strcmp(word, "captures")) r = captures(a, &x);
