@@ -5,6 +5,7 @@
  * read of the clock. The helper sleeps while the process has no work on the GPU. */
 #define _GNU_SOURCE
 #include "gate.h"
+#include "memory.h"
 #include "old_glibc.h"
 #include <errno.h>
 #include <linux/futex.h>
@@ -162,6 +163,7 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
         word_set(p, g, GM_BUSY, 0, now);
         return DRAIN_POLL_NS;
     }
+    gm_frees_settle(); /* other processes of the container may need it before this one does */
     return 0;
 }
 static void *help(void *unused) {

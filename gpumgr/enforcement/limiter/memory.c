@@ -120,7 +120,7 @@ GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
 
 /* The driver frees memory that is from no pool when the stream gets to cuMemFreeAsync; it stays charged until then. */
 static atomic_int most_frees; /* with more, they are looked at even if no memory is asked for; that reads all records */
-static void frees_settle(void) {
+void gm_frees_settle(void) {
     int n = atomic_load(&gm_records_freed);
     struct gm_record *list = n ? malloc((size_t)n * sizeof *list) : NULL, gone, block;
     for (int i = list ? gm_records_list(GM_FREED, list, n) : 0; i-- > 0;) {
@@ -136,7 +136,7 @@ static void freed_later(struct gm_record record, CUstream stream, bool per_threa
     if (record.pool) return;
     record.key = atomic_fetch_add(&number, 1), record.type = GM_FREED, record.after = gm_point_in(stream, per_thread);
     gm_record_add(record);
-    if (atomic_load(&gm_records_freed) > atomic_load(&most_frees)) frees_settle();
+    if (atomic_load(&gm_records_freed) > atomic_load(&most_frees)) gm_frees_settle();
 }
 #define FREE_ASYNC(symbol, per_thread)                                                                                             \
     GM_WRAPPER(symbol, (CUdeviceptr at, CUstream stream)) {                                                                        \
@@ -296,7 +296,7 @@ void gm_memory_settle(bool trim) {
         gm_unrelax(mode);
         pool_settle((pool_t)pools[i].key);
     }
-    frees_settle();
+    gm_frees_settle();
 }
 /* The index of the pool's GPU; -1: the GPU is not limited, or the pool is another process's. A device's own pool is recorded at its first
  * use. */

@@ -63,6 +63,8 @@ void gm_memory_primary_changed(CUdevice device);
 int gm_primary_references(CUdevice device, int change);
 /* The device's primary context, as the program last retained it; NULL: it has not. */
 CUcontext gm_primary_context(CUdevice device);
+/* Credits what the driver has freed since the program's cuMemFreeAsync. */
+void gm_frees_settle(void);
 /* Brings the charges of pools, and of what the driver frees later, up to date; `trim`: first makes pools give back what they don't use. */
 void gm_memory_settle(bool trim);
 #endif

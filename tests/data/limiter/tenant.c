@@ -29,6 +29,7 @@
  *   orphan STEP                 a pool is destroyed, then its allocation of STEP bytes freed; the bytes used before and after
  *   late STEP N OWN             cuMemFreeAsync of N times STEP behind a kernel, in a stream of its own or the default one; the result of a
  *                               request that needs a part of them before the kernel has ended, and the bytes used afterwards
+ *   idles STEP                  STEP bytes are freed by cuMemFreeAsync behind a kernel, which has ended
  *   ends STEP N                 N times STEP is freed behind a kernel, and STEP behind a longer one in the same stream, which then ends; the result
  *                               of a request that needs it before the longer kernel has ended, and the bytes used afterwards
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
@@ -449,6 +450,11 @@ static R frees_late(N step, int number, int own_stream, N *before, N *used) {
     if (model_leave) model_leave();
     return r;
 }
+static R idles(N step) {
+    P at;
+    R r = cuMemAlloc(&at, (size_t)step) || launch(KERNEL, launched("work_50000000"), NULL);
+    return r || cuMemFreeAsync(at, NULL) || cuStreamSynchronize(NULL);
+}
 static R stream_ends(N step, int number, N *before, N *used) {
     P at[10], other;
     V stream = NULL, first = NULL;
@@ -808,6 +814,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "exchanges")) r = FOUND(cuFakeExchangeNs, (unsigned))((unsigned)a);
         else if (!strcmp(word, "retains")) x = retains((int)a, (int)b, &r);
         else if (!strcmp(word, "captured")) r = captured(name, (int)b, &x);
+        else if (!strcmp(word, "idles")) r = idles(a);
         else if (!strcmp(word, "ends")) r = stream_ends(a, (int)b, &x, &y);
         else if (!strcmp(word, "late")) {
             int own = 0;
