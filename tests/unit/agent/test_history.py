@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import fields, replace
+from structlog.testing import capture_logs
 
 from gpumgr.agent.history import History, about
-from gpumgr.common.errors import CheckpointError, Refusal
+from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.history import Candidate, HistoryEntry, What
 from gpumgr.ledger.ledger import Allocation
+from tests.background import background, until
 from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import NotedCheckpoint, Refused, World
 
@@ -53,17 +55,22 @@ def test_an_entry_gets_the_present_time_and_what_its_allocation_has() -> None:
     assert (second.pod, second.pod_uid, second.gpus) == (("team", "other"), "v", ("00000002",))
 
 
-async def test_a_failed_write_is_retried_and_the_queue_is_bounded() -> None:
+async def test_a_failed_write_is_retried_and_logged_at_a_pace_and_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.agent.history.GATHER_SECONDS", 0)
+    monkeypatch.setattr("gpumgr.agent.history.RETRY_SECONDS", 0)
     checkpoint = NotedCheckpoint()
     history = History(checkpoint, capacity=3, wall_clock=lambda: 7.0)
     checkpoint.full = True
     for number in range(5):
         history.add(HistoryEntry(at=float(number), what="event"))
-    with pytest.raises(CheckpointError):
-        await history.flush()
-    checkpoint.full = False
-    await history.flush()
-    await history.flush()
+    with capture_logs() as logs:
+        async with background(history.run()):
+            for _ in range(3):
+                checkpoint.tried.clear()
+                await checkpoint.tried.wait()
+            checkpoint.full = False
+            await until(lambda: checkpoint.entries)
+    assert [line["event"] for line in logs] == ["history_not_saved"]
     assert [entry.number for entry in checkpoint.entries] == [3, 4, 5]
     assert [entry.number for entry in history.entries()] == [3, 4, 5]
 
