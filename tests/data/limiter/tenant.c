@@ -16,7 +16,7 @@
  *   reset                       cuDevicePrimaryCtxReset
  *   trim                        cuDeviceGraphMemTrim
  *   capture                     allocations while another thread captures in global mode; the results
- *   work WHAT MILLISECONDS N [THREADS]   one of `jobs` (sparse sleeps 5 ms after each kernel, halt stops itself, giant begins with a kernel of ten seconds that is not counted), as soon as N threads of all tenants work; the kernels' GPU time in ns, and the time
+ *   work WHAT MILLISECONDS N [THREADS]   one of `jobs` (sparse sleeps 5 ms after each kernel, halt stops itself, dies kills itself, giant begins with a kernel of ten seconds that is not counted), as soon as N threads of all tenants work; the kernels' GPU time in ns, and the time
  *   crowd N                     N children that use CUDA and stay, without a context; how many had an answer
  *   close                       dlclose of the driver
  *   exec                        the program anew
@@ -287,7 +287,7 @@ static const struct job { const char *what, *kernel; N each; int batch, nodes; e
     {"attributed", "work", 201000, 20, 1, ATTRIBUTED}, {"attributedboxes", "work", 201000, 20, 1, ATTRIBUTED_BOX}, {"fabric", "work", 201000, 20, 1, FABRIC},
     {"decompressed", "work", 201000, 20, 1, DECOMPRESSED}, {"halves", "work", 201000, 20, 1, HALVES}, {"rows", "work", 201000, 20, 1, ROWS},
     {"words", "work", 201000, 20, 1, WORDS}, {"grid", "work_210000", 210000, 20, 1, GRID}, {"copies", "work", 201000, 20, 1, COPY}, {"fills", "work", 201000, 20, 1, FILL}, {"halt", "work_210000", 210000, 20, 1, KERNEL},
-    {"sparse", "work_210000", 210000, 1, 1, KERNEL},
+    {"dies", "work_210000", 210000, 20, 1, KERNEL}, {"sparse", "work_210000", 210000, 1, 1, KERNEL},
     {"slow", "work_200000000", 200000000, 1, 1, KERNEL}, {"giant", "work_210000", 210000, 20, 1, KERNEL},
     {"deep", "work_210000", 210000, 1000, 1, KERNEL}, {"second", "work_1000000000", 1000000000, 1, 1, KERNEL},
     {"endless", "work_1000000000000", 1000000000000, 1, 1, KERNEL}};
@@ -371,6 +371,7 @@ static V work_in_thread(V worker) {
         for (int i = 0; i < j->batch && !r; i++) r = launch(j->way, kernel, stream);
         if (!strcmp(j->what, "sparse")) usleep(5000);
         if (!strcmp(j->what, "halt") && ++rounds == 100) model_stop();
+        if (!strcmp(j->what, "dies") && ++rounds == 100) raise(SIGKILL);
         if (!r) r = cuStreamSynchronize(stream);
     }
     w->ns = now() - begun, w->r = r;
