@@ -105,7 +105,7 @@ class Question:
 
     def _asked(self, nodes: int) -> Hashable:
         limits = self._index.quotas.limits.get(self._namespace) if self._namespace is not None else None
-        return self._namespace, limits, self.request.gpu_digest, self.policy, nodes
+        return self._index.numbering, self._namespace, limits, self.request.gpu_digest, self.policy, nodes
 
     def _known(self, nodes: int) -> Rejection | None:
         return self._index.rejections.get(self._asked(nodes)) if self._keep else None

@@ -238,6 +238,20 @@ def test_changes_while_nodes_are_numbered_again_are_kept(index: ClusterIndex) ->
     assert Question(index, TWO, "binpack").order(left) == [each for each in question.order(left) if each != "a"]
 
 
+def test_a_rejection_is_not_given_for_other_nodes_that_have_its_numbers_now() -> None:
+    index, wanted = ClusterIndex(), request(("app", 200, 0))
+    for name in ("z", "a", *(f"node-{number}" for number in range(1100))):
+        index.set_node(node_state(name, 2 if name == "a" else 1))
+        index.settle()
+        if name.startswith("node"):
+            index.remove_node(name)
+    before = index.node_set(["z"])
+    assert isinstance(Question(index, wanted, "binpack").rank(before), Rejection)
+    list(index.compacting())
+    assert index.node_set(["a"]) == before
+    assert not isinstance(Question(index, wanted, "binpack").rank(["a"]), Rejection)
+
+
 def test_names_that_no_node_has_are_bounded(index: ClusterIndex) -> None:
     """A node with such a name may come later."""
     many = [f"unknown-{number}" for number in range(3000)]

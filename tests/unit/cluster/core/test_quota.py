@@ -431,3 +431,14 @@ def test_what_a_pod_was_resized_to_counts_from_the_report_of_its_agent_on() -> N
     for uid in ("grows", "stays"):
         cluster.index.remove(uid)
     assert cluster.quotas._used == {}
+
+
+def test_a_rejection_is_not_given_again_under_higher_limits() -> None:
+    """New limits are no change of the index."""
+    cluster = Cluster(Limit(cores=10))
+    version, rejected = cluster.index.version, cluster.rank(share(40, 4))
+    assert isinstance(rejected, str)
+    assert "uses 0 of 10 cores" in rejected
+    cluster.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40),))}
+    assert cluster.rank(share(40, 4)) == sorted(NAMES)
+    assert cluster.index.version == version
