@@ -106,7 +106,7 @@ async def test_a_binding_that_happened_despite_an_error_holds_its_gpus(stage: St
 async def test_a_binding_that_took_too_long_and_happened_is_answered_when_it_is_asked_for_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kube-scheduler gave up before; neither it nor the watch has shown the binding when the pod comes again."""
+    """kube-scheduler gave up before, and filters the pod before the binding has happened."""
     monkeypatch.setattr(binding, "WRITE_SECONDS", 0.05)
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
@@ -118,12 +118,12 @@ async def test_a_binding_that_took_too_long_and_happened_is_answered_when_it_is_
 
     stage.sim.bind_hook = hang
     assert "did not answer the binding: TimeoutError" in await stage.bind(item, "a")
-    stage.sim.bind_hook = None
-    released.set()
     monkeypatch.setattr(binding, "WRITE_SECONDS", 30)
     assert (await stage.filter(item))["NodeNames"] == ["a"]
     stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "a"}})
-    assert await stage.bind(item, "a") in ("", "the pod is bound to node a already")
+    released.set()
+    await until(lambda: "uid-one" not in stage.index.assumed)
+    assert await stage.bind(item, "a") == "the pod is bound to node a already"
     assert (await stage.filter(pod("two", ("app", 100, 0)), ["a"]))["NodeNames"] == []
 
 
@@ -131,7 +131,11 @@ async def test_a_pod_that_another_scheduler_bound_holds_its_gpus_there(stage: St
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
     stage.sim.delay_seconds = 0.05  # of the watch, too
-    stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "b"}})
+
+    async def bind_first(_: bool) -> None:
+        stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "b"}})
+
+    stage.sim.bind_hook = bind_first
     assert "HTTP 409" in await stage.bind(item, "a")
     await stage.extender.look_up_assumed()
     assert (stage.cores("a"), sum(stage.cores("b"))) == ([0, 0], 200)
