@@ -21,6 +21,7 @@ from gpumgr.kubelet import plugin
 from gpumgr.kubelet.plugin import encode_devices
 from gpumgr.kubelet.plugin_registration import SOCKET_STEMS, KubeletLink, LinkTiming
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
+from gpumgr.sim.kubelet_plugins import PluginClient
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
 from tests.background import until
 from tests.component.kubelet.deviceplugin.harness import ScriptedAllocator, allocate_request, kubelet_stub
@@ -331,8 +332,8 @@ async def test_a_dropped_stream_is_noticed(kubelet: SimKubelet) -> None:
 async def test_a_kubelet_that_never_watches_is_reported_once(kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is registered at again each 13 s."""
 
-    async def nothing(*_: object) -> None:
-        pass
+    async def hang_up(client: PluginClient) -> None:
+        client.close()
 
     async def no_longer_watched() -> bool:
         await offered(kubelet)
@@ -341,7 +342,7 @@ async def test_a_kubelet_that_never_watches_is_reported_once(kubelet: SimKubelet
         return "not_watched" in [line.get("reason") for line in logs]
 
     with capture_logs() as logs, monkeypatch.context() as patched:
-        patched.setattr(kubelet, "_watch", nothing)
+        patched.setattr(kubelet, "_watch", hang_up)
         async with linked(kubelet.plugin_folder, replace(QUICK, first_watch_seconds=0.02, unwatched_seconds=0.02)) as link:
             await link.until_registrations(4)
             assert [line["reason"] for line in logs if line["event"] == "registration_lost"] == ["never_watched"] * 2
