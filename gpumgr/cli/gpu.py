@@ -39,7 +39,7 @@ _REASON = click.option(
     metavar="TEXT",
     help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
 )
-_LISTED: Final = "driver and container runtime have listed its processes (log events nvml_down, cri_unavailable)"
+_LISTED: Final = "the driver and the container runtime have listed its processes (log events nvml_down, cri_unavailable)"
 _REFUSED: Final = "the agent refuses or does not respond"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
 _EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}

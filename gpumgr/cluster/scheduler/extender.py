@@ -207,7 +207,7 @@ class Extender:
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
-        """A daemon that looks up assumed pods, and compacts the index."""
+        """A daemon that looks up assumed pods, and renumbers the nodes after many names have gone."""
         while True:
             await asyncio.sleep(1)
             await in_slices(self._index.settling())
