@@ -107,8 +107,13 @@ def test_hami_pods_and_a_vcuda_pod_outlive_the_agent_and_its_ledger(both: Node) 
     rows = {row["pod"]: row for row in program("usage")["containers"]}
     assert (rows["hami"]["cores"], rows["hami"]["memory_bytes"]) == (20, 1001 << 20)
     granted = "gpumgr_container_memory_limit_bytes"
-    found = {dict(labels)["pod"]: value for (name, labels), value in both.agent.metrics().items() if name == granted}
-    assert (found["hami"], found["later"]) == (1001 << 20, 2000 << 20)
+
+    def limits() -> dict[str, float]:
+        """Pod -> bytes. A container has a series from the first sample of the GPUs after its grant on."""
+        return {dict(labels)["pod"]: value for (name, labels), value in both.agent.metrics().items() if name == granted}
+
+    wait_until("metrics of both", lambda: {"hami", "later"} <= limits().keys())
+    assert (limits()["hami"], limits()["later"]) == (1001 << 20, 2000 << 20)
     both.delete(["hami", "later"])
     both.wait_freed("hami")
     both.check()
