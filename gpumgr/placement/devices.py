@@ -27,7 +27,8 @@ class Level(IntEnum):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """`nvlinks` counts direct NVLinks; with NVSwitch, the lower of the two GPUs' numbers of links to switches."""
+    """What joins two GPUs. `nvlinks`: the number of direct NVLinks. With NVSwitch it is the number of a GPU's links to switches, the lower
+    one of the two GPUs."""
 
     level: Level
     nvlinks: int = 0
@@ -81,7 +82,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     `index` may change at a reboot, so lasting data has `uuid` as its key. `pcie_chain`: the GPU's parents on PCIe, the root complex first.
     `mig_profiles`: the MIG devices that it could have, even while its MIG mode is off. A GPU without `memory_bytes` (GB10 uses the host's
-    memory) is not shared.
+    memory) is granted only as a whole.
     """
 
     index: int
@@ -135,7 +136,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unlisted_sentence(self) -> str | None:
-        """Names the GPUs that NVML does not list, by PCI address if that is certain; None if it lists all."""
+        """Says how many GPUs NVML does not list, with their PCI addresses if these are certain; None if NVML lists all."""
         if not self.unlisted:
             return None
         known = {gpu.bus_id for gpu in self.gpus}
@@ -146,8 +147,8 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process with a context on a GPU; `pid` is the host's. `utilization_ratio`: the share of the last sample period in which its kernels
-    ran, 0..1. None: not reported, or not sampled."""
+    """A process with a context on a GPU; `pid` is the host's. `utilization_ratio`: the part of the last sample period in which CUDA kernels
+    of the process ran, 0..1. None: not reported, or not sampled."""
 
     pid: int
     memory_bytes: int | None
@@ -155,14 +156,15 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """For all processes of a cgroup on one GPU: `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail (None: no limit)."""
+    """The driver's limit for all processes of a cgroup on one GPU. `soft_bytes` are guaranteed; allocations beyond `hard_bytes` fail (None:
+    no limit)."""
 
     soft_bytes: int = 0
     hard_bytes: int | None = None
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Ratios are 0..1; None: not reported. `processes` None: the list is not readable."""
+    """The measured use of one GPU. Ratios are 0..1; None: not reported. `processes` None: the list is not readable."""
 
     uuid: str
     memory_used_bytes: int | None = None

@@ -1,7 +1,8 @@
-"""The node's labels that describe its GPUs, or the most frequent model if they differ. Pure.
+"""The node's labels that describe its GPUs. If the GPUs are of several models, the labels describe the most frequent one. Pure.
 
-The labels under `nvidia.com/` are some of NVIDIA's gpu-feature-discovery, with the same meanings; `gaia.tencent.com/gpu-model` is
-gpu-manager's. `Gpu` has no compute capability: a table has it for some models (source: developer.nvidia.com/cuda-gpus).
+The labels under `nvidia.com/` are some of the labels of NVIDIA's gpu-feature-discovery, with the same meanings.
+`gaia.tencent.com/gpu-model` is gpu-manager's label. The compute capability is not read from the driver: a table has it for some models
+(source: developer.nvidia.com/cuda-gpus).
 """
 
 import re
@@ -36,10 +37,10 @@ _OWN_NAMES: Final = {(7, 5): "turing", (8, 9): "ada-lovelace"}
 
 
 def gpu_labels(snapshot: NodeSnapshot, *, describe: bool, further: Iterable[str] = ()) -> dict[str, str]:
-    """`describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take precedence. But the
-    value of MODEL is always the GPU's model; without a GPU the label is left out."""
+    """`describe`: include the labels that describe the GPUs. `further`: the operator's "key=value" texts, which take precedence. Exception:
+    the value of the label MODEL is always the GPU's model. Without a GPU the label MODEL is left out."""
     models = Counter(gpu.model for gpu in snapshot.gpus)
-    # max() takes the first of equals, which has the lowest index.
+    # Among equally frequent models, max() takes the one of the GPU with the lowest index.
     gpu = max(snapshot.gpus, key=lambda each: models[each.model], default=None)
     labels = dict(_described(gpu, models[gpu.model], snapshot)) if gpu and describe else {}
     for key, _, value in (text.partition("=") for text in further):
@@ -60,7 +61,7 @@ def clean(text: str) -> str:
 
 
 def capability_of(model: str | None) -> tuple[int, int] | None:
-    """(major, minor); None for models that the table lacks, such as "RTX 6000": several models have that name."""
+    """(major, minor); None for a model that is not in the table. "RTX 6000" is not, because several models have that name."""
     words = re.split(r"[\s-]+", model or "")
     return next((_CAPABILITY_OF[word] for word in words if word in _CAPABILITY_OF), None)
 

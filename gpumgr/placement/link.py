@@ -1,20 +1,22 @@
 """link: chooses several whole GPUs by the rule in docs/user-guide.md, "Placement".
 
-The choice is a set T of k entirely free GPUs. It has the highest score(T) plus the best score of a partition of the remaining free GPUs
-into sets of k (one may be shorter), so that these stay good for the next pod.
+The choice is a set T of k entirely free GPUs. The search compares sums of two scores: the score of T, and the score of the best partition
+of the remaining free GPUs into sets of k (one set may be smaller). T is the set with the highest sum. So well connected GPUs stay free for
+the next pod.
 
-On large nodes with hardly any symmetry the exact search exceeds STEP_LIMIT. Then a set is grown from each GPU: the GPU that adds most to
-the score is added next. The result is good, but not proven to be the best.
+On large nodes with hardly any symmetry the exact search exceeds STEP_LIMIT. Then a set is grown from each GPU, by adding again and again
+the GPU that raises the set's score most. The result is good, but not proven to be the best.
 
 Two ideas make the search fast enough for plain Python:
 * GPUs with the same scores to all others form a class, so it matters only *how many* GPUs of each class a set has. A two-socket NVSwitch
   box of 16 has 81 states instead of 65,536.
 * Scores are turned into losses. The loss of a set's member is the sum of its k-1 best scores minus its scores within the set. Losses are
-  never negative, and the least sum of losses is the highest sum of scores. Candidates are sorted by loss, so the search stops at the first
-  candidate that alone is worse than the best answer.
+  never negative, and the answer with the least sum of losses has the highest sum of scores. Candidates are sorted by loss, so the search
+  stops at the first candidate with a loss above that of the best answer so far.
 
-Counts are packed into one integer, a few bits and a guard bit for each class: one subtraction shows whether a set fits. The search blocks
-the event loop, so its length is bounded, by steps and not by time: a request has the same answer on every machine.
+The counts of all classes are packed into one integer, with a few bits and a guard bit for each class. One subtraction then shows whether a
+set fits. The search blocks the event loop, so its length is limited. The limit is a number of steps and not a time, so a request has the
+same answer on every machine.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -27,8 +29,9 @@ from gpumgr.placement.tree import Group, build_tree, enclosing_group, groups_sma
 
 #: Steps before the exact search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case).
 STEP_LIMIT: Final = 200_000
-#: The cost in steps of listing one set (plus a quarter step for each pair of a GPU in it and a class), and of opening one state.
+#: Listing one set costs so many steps, and a quarter step for each pair of a GPU of the set and a class.
 _STEPS_PER_SET: Final = 40
+#: Examining one state (the counts of the remaining GPUs) costs so many steps.
 _STEPS_PER_STATE: Final = 20
 _NO_LOSS_YET: Final = 1 << 60
 
@@ -104,7 +107,7 @@ class PartitionSearch:
             return known
         if self._above.get(state, -1) >= limit:
             return limit + 1
-        if self._short_size and size == self._k + self._short_size:  # two sets are left: the smaller one determines both
+        if self._short_size and size == self._k + self._short_size:  # two sets are left; the smaller one determines the other
             best = self._least(self._short, state, self._k, limit + 1)
         else:
             first = ((state & -state).bit_length() - 1) // self._width
@@ -244,6 +247,7 @@ def has_room(room: Mapping[int, int], k: int, required: Collection[int], blocks_
 
 
 def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> dict[int, Hashable]:
+    """GPU -> what distinguishes it besides its scores: its group and, with `room`, its free blocks."""
     home = {
         child: group.mask for group in (tree, *groups_smallest_first(tree)) for child in group.children if isinstance(child, int)
     }
@@ -300,8 +304,8 @@ def _grown_partition(scores: Scores, rest: list[int], k: int) -> int:
 def _with_room(
     scores: Scores, free: Sequence[int], chosen: list[int], required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[int]:
-    """Replaces the GPUs of `chosen` with the fewest free blocks by the free GPUs with the most, until `chosen` has `blocks_needed`. Some
-    set must have them."""
+    """Exchanges members of `chosen` for free GPUs until `chosen` has `blocks_needed`: the member with the fewest free blocks leaves, and
+    the GPU with the most free blocks replaces it. Call it only if some set has `blocks_needed`."""
     outside = sorted((gpu for gpu in free if gpu not in chosen), key=lambda gpu: (-room[gpu], -sum(scores[gpu]), gpu))
     for larger in outside:
         movable = [gpu for gpu in chosen if gpu not in required]

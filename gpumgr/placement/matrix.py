@@ -27,7 +27,7 @@ _GLUED_CELLS: Final = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|PSB|SOC|NV[0-9]+")
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """A network card. `nearest`: the indices of the GPUs at its closest level (empty: not reported)."""
+    """A network card. `nearest`: the indices of the GPUs that are closest to the card (empty: not reported)."""
 
     name: str
     nearest: tuple[int, ...]
@@ -57,7 +57,7 @@ def parse_topology(text: str) -> ParsedTopology:
         topology=topology,
         labels=header.gpus,
         nics=tuple(_nic(name, [row.nics[column] for row in rows]) for column, name in enumerate(header.nics)),
-        numa_affinity=tuple(_node(row.affinity.get("NUMA Affinity")) for row in rows),
+        numa_affinity=tuple(_numa_node(row.affinity.get("NUMA Affinity")) for row in rows),
     )
 
 
@@ -135,7 +135,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
         )
     where = f"line {number}, column"
     gpus, nics, rest = cells[: len(header.gpus)], cells[len(header.gpus) : expected], cells[expected:]
-    # If a value is missing (some containers have no CPU affinity), the columns of the others are not known.
+    # If a value is missing (some containers have no CPU affinity), it is not known which columns the other values belong to.
     affinity = dict(zip(header.affinity, rest, strict=True)) if len(rest) == len(header.affinity) else {}
     return _Row(
         line=number,
@@ -152,7 +152,7 @@ def _read_row(header: _Header, number: int, line: str) -> _Row:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """A word that consists of several matches of `pattern` is split into them."""
+    """The words of `text`. A word that consists of several matches of `pattern` becomes several words."""
     words: list[str] = []
     for word in text.split():
         parts = pattern.findall(word)
@@ -190,5 +190,5 @@ def _nic(name: str, levels: list[Level | None]) -> Nic:
     return Nic(name=name, nearest=tuple(gpu for gpu, level in enumerate(levels) if level is not None and level == closest))
 
 
-def _node(text: str | None) -> int | None:
+def _numa_node(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None

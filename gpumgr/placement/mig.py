@@ -1,7 +1,7 @@
 """Where on a GPU a MIG device can be created, and with which profile. Pure.
 
-Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. Beyond HAMi, a request for cores gets a
-profile with that part of the compute.
+Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. In addition to HAMi's rules, a request for
+cores gets a profile with at least that part of the GPU's compute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from gpumgr.common.units import CORES_PER_GPU, Amounts
 from gpumgr.placement.devices import MigProfile
 from gpumgr.placement.requests import ReplicaRequest
 
-#: These devices are created at the last free place, so that larger devices still fit before it.
+#: Beginnings of profile names. These devices are created at the last free place, so that larger devices still fit before it.
 _FROM_THE_END: Final = ("1g.", "3g.")
 
 
@@ -31,7 +31,8 @@ class MigPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def amounts_of(place: MigPlace, profiles: Sequence[MigProfile]) -> Amounts:
-    """What the MIG device takes of a GPU with these profiles. Cores are rounded down, so that a full GPU's devices do not exceed it."""
+    """What the MIG device takes of a GPU with these profiles. Cores are rounded down, so that the devices of a full GPU have at most its
+    100 cores together."""
     most = max(profile.slices for profile in profiles)
     return Amounts(place.profile.slices * CORES_PER_GPU // most, place.profile.memory_mebibytes, slices=place.memory_slices)
 
@@ -48,8 +49,8 @@ def serves(profiles: Sequence[MigProfile], amounts: Amounts, *requests: ReplicaR
 
 
 def place_at(profiles: Sequence[MigProfile], amounts: Amounts) -> MigPlace | None:
-    """The place with this memory and these memory slices. Among several profiles the nearest compute decides, because schedulers round it
-    differently."""
+    """The place with this memory and these memory slices. If several profiles match, the one with the nearest cores is taken, because
+    schedulers round cores differently."""
     wanted = amounts.memory_mebibytes, amounts.slices
     places = (place for profile in profiles for place in _places(profile, 0))
     found = [place for place in places if (place.profile.memory_mebibytes, place.memory_slices) == wanted]
@@ -67,6 +68,7 @@ def has_place(profiles: Sequence[MigProfile], taken: int) -> bool:
 
 
 def without_places(profile: MigProfile, taken: int) -> MigProfile:
+    """The profile without the places that overlap the memory slices in `taken` (bits)."""
     return replace(profile, starts=tuple(sorted(place.start for place in _places(profile, taken))))
 
 

@@ -63,7 +63,7 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A container's use of a ResourceClaim. `request`: the main request that the container names; None: all requests."""
+    """A container's use of a ResourceClaim. `request`: the request of the claim that the container names; None: all requests."""
 
     container: str
     claim: str
@@ -75,8 +75,8 @@ class ClaimUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The annotation `gpumgr.io/resize` for one container, on each of its GPUs. `cores` or `memory_mebibytes` None: what the container
-    requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
+    """What the annotation `gpumgr.io/resize` gives one container on each of its GPUs. `cores` or `memory_mebibytes` None: what the
+    container requests. `requested_at` distinguishes equal requests. `problem`: why the annotation can't be used."""
 
     cores: int | None = None
     memory_mebibytes: int | None = None
@@ -142,7 +142,7 @@ class PodView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def account(self) -> str:
-        """As "namespace/name"."""
+        """The service account as "namespace/name"."""
         return f"{self.namespace}/{self.service_account or 'default'}"
 
     @property

@@ -30,8 +30,8 @@ class ContainerNeeds(Protocol):
 
 
 class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be free on the GPUs of a chain. `cores` and `memory_blocks` count all its ids; `most_cores` is the largest request of one
-    container."""
+    """What must be free on the GPUs of a chain. `cores` and `memory_blocks`: the number of ids that all its containers get, each id counted
+    once. `most_cores`: the largest request of one container."""
 
     cores: int = 0
     memory_blocks: int = 0
@@ -44,12 +44,13 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cores_to_place(self) -> int:
-        """The cores that an evaluator places: all cores of a chain on one GPU; for whole GPUs the cores of the largest container, because
-        further GPUs of the chain may be any that are entirely free."""
+        """The cores that an evaluator places. If the containers share one GPU: all cores of the chain. If they need whole GPUs: the cores
+        of the largest container, because any entirely free GPU can be a further GPU of the chain."""
         return self.most_cores if self.whole_gpus else self.cores
 
     def check(self, container: str = "an init container") -> None:
-        """Raises Refusal if the containers share a GPU, and need more than it has. `container`: the first one, for the message."""
+        """Raises Refusal if the containers share a GPU and need more cores than a GPU has. `container`: the name of the first container,
+        for the message."""
         if self.cores_to_place > CORES_PER_GPU and not self.whole_gpus:
             raise Refusal(
                 "invalid_request",
@@ -61,8 +62,9 @@ class ChainNeeds(msgspec.Struct, frozen=True, kw_only=True):
 def chain_needs(containers: Iterable[ContainerNeeds]) -> ChainNeeds:
     """The needs of the first of `containers`, and of later containers that must use the same GPUs.
 
-    The kubelet gives an init container's ids to later containers before it takes new ids. Ids that a sidecar or an app container takes
-    leave this pool (devicemanager: devicesToReuse). A container that gets such ids of one resource must take both resources from their GPU.
+    The kubelet keeps the ids of init containers in a pool. It gives later containers the ids of the pool before new ids. Ids that a sidecar
+    or an app container gets leave the pool (devicemanager: devicesToReuse). If a container gets ids of the pool for cores or for memory,
+    both its cores and its memory must be on the GPU of these ids.
     """
     all_cores = all_blocks = most_cores = pool_cores = pool_blocks = 0
     for position, container in enumerate(containers):
@@ -87,7 +89,7 @@ _MOST_MEBIBYTES: Final = 2**31 - 1
 
 _ALL_PERCENT: Final = 100
 
-#: (memory factor, core factor), for oversubscription: a GPU counts as if it had so many times its memory and cores.
+#: (memory factor, core factor), for oversubscription: a GPU counts as if its memory and its cores were multiplied by these factors.
 Scaling = tuple[float, float]
 
 
@@ -96,8 +98,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_percent` of the GPU's memory. A GPU is charged with the memory divided by `memory_scaling`, and the cores divided by
     `core_scaling`.
 
-    `memory_on`: UUID -> the container's limit in MiB on that GPU, if another scheduler chose it. That scheduler may have computed
-    the percentage from the free memory.
+    `memory_on`: (UUID, the container's limit in MiB on that GPU), for GPUs that HAMi's scheduler chose. HAMi's scheduler may compute a
+    percentage from the free memory.
     """
 
     count: int
@@ -128,7 +130,7 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def scaled(self, scaling: Scaling | None) -> "ReplicaRequest":
-        """None: with the request's own factors."""
+        """The request with these factors; None: it keeps its own factors."""
         return self if scaling is None else replace(self, memory_scaling=scaling[0], core_scaling=scaling[1])
 
     def counted(self, gpu_mebibytes: int, uuid: str = "") -> Amounts:
@@ -186,7 +188,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """Nodes with equal GPUs can differ because of these UUIDs."""
+        """All UUIDs that the constraints name. Because of them, nodes with otherwise equal GPUs differ."""
         return self.use_uuids + self.avoid_uuids
 
     @property

@@ -1,7 +1,7 @@
 """Selects the evaluator of a request, and words the refusal of a request that fits nowhere. Pure.
 
-An evaluator chooses GPUs: share a part of one GPU, fragment one whole GPU, link several (rules: docs/user-guide.md, "Placement"). Each
-breaks every tie, so the agent and the scheduler choose the same.
+An evaluator is a rule that chooses GPUs (docs/user-guide.md, "Placement"): "share" chooses a part of one GPU, "fragment" one whole GPU, and
+"link" several GPUs. An evaluator leaves no tie open, so the agent and the scheduler choose the same GPUs.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,8 +24,8 @@ _LISTED_GPUS: Final = 16
 
 
 class GpuCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's free capacity for one request. `index` is its row in the Topology. `entirely_free`: all its cores and blocks are free. A
-    GPU with `healthy` False can't be chosen; `note` has the reason ("XID 79"). `label`: its name in refusals, GPU<index> by default."""
+    """What is free on one GPU for one request. `index`: the GPU's row in the Topology. `entirely_free`: all its cores and blocks are free.
+    A GPU with `healthy` False can't be chosen; `note` has the reason ("XID 79"). `label`: its name in refusals, GPU<index> by default."""
 
     index: int
     cores_free: int
@@ -85,7 +85,8 @@ def place(
     required: Collection[int] = (),
 ) -> Placement:
     """Chooses GPUs for one container. `required`: indices that the choice must contain. Whole GPUs together must have `memory_blocks`. For
-    a share 0 blocks means not known yet, because the kubelet asks for cores and memory in two calls. `policy` matters for a share only.
+    a share, `memory_blocks` 0 means that the memory is not known yet, because the kubelet asks for cores and memory in two calls. `policy`
+    matters only for a share.
 
     Raises Refusal: "invalid_request"; "gpu_unhealthy" if the request would fit with all GPUs healthy; else "no_fit".
     """

@@ -1,7 +1,8 @@
 """The topology tree: groups of GPUs for each PCIe level. Also renders the tree and the matrix as text and data.
 
-A group at level L is a connected component of "joined by L or closer". It always has several children, so no closer level joins all its
-GPUs. ROOT always exists, even above one group. NVLinks do not affect the tree.
+A group at level L is a connected component of the graph in which an edge joins two GPUs at level L or closer. A group has at least two
+children: if a closer level joins all its GPUs, only the group of the closer level is in the tree. The root is always in the tree, even
+above a single group. NVLinks do not affect the tree.
 """
 
 from collections.abc import Sequence
@@ -53,10 +54,11 @@ def enclosing_group(root: Group, mask: int) -> Group:
 
 
 def fragment_choice(root: Group, free: int, eligible: int) -> int | None:
-    """The GPU that the fragment rule chooses; None: no GPU is eligible. Both arguments are masks, and `eligible` is a part of `free`.
+    """The GPU for a request of one whole GPU, by the fragment rule; None: no GPU is eligible. `free` and `eligible` are masks, and each
+    eligible GPU is free.
 
-    The search begins at the root. It always goes to the child with the fewest free GPUs among the children with an eligible GPU, on a tie
-    to the lowest free index. A single GPU counts as a child with one GPU.
+    Fragment rule: the search begins at the root, and goes down to a single GPU. Among the children with an eligible GPU it chooses the one
+    with the fewest free GPUs; on a tie, the one with the lowest free index.
     """
     node: Group | int = root
     while isinstance(node, Group):
@@ -77,8 +79,8 @@ def fragment_order(root: Group) -> dict[int, int]:
 
 
 def access_costs(root: Group) -> dict[int, int]:
-    """GPU -> its access cost: the rank, from 1, of its parent group. The group that the fragment rule uses up first on an empty node has
-    rank 1. Groups that the same GPU uses up (one inside the other) share a rank."""
+    """GPU -> its access cost: the rank, from 1, of the group that has the GPU as a child. On an empty node the fragment rule uses up the
+    group with rank 1 first. If one GPU uses up two groups, one inside the other, both have the same rank."""
     parents = [group for group in (root, *groups_smallest_first(root)) if any(isinstance(child, int) for child in group.children)]
     turns = fragment_order(root)
     used_up = [max(turns[gpu] for gpu in indices(group.mask)) for group in parents]
@@ -103,7 +105,7 @@ def mask_of(gpus: tuple[int, ...]) -> int:
 
 
 def _families(topology: Topology, nodes: list[Group | int], level: Level) -> list[list[Group | int]]:
-    """Nodes with GPUs that are joined at `level` or closer are in one family."""
+    """Sorts tree nodes into families: the nodes of a family have GPUs that are joined at `level` or closer."""
     families: list[list[Group | int]] = []
     for node in nodes:
         near = _near(topology, _mask(node), level)
@@ -138,6 +140,7 @@ def _union(nodes: list[Group | int]) -> int:
 
 
 def _fewest_first(mask: int) -> tuple[int, int]:
+    """Sort key: the number of GPUs, then the lowest one."""
     return mask.bit_count(), mask & -mask
 
 
