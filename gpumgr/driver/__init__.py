@@ -6,7 +6,8 @@ import msgspec
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """Where NVML, sysfs and proc are. A simulated node has its own, but no kernel module and no device nodes."""
+    """Where NVML, sysfs and proc are. `library_path` None: the system's loader finds NVML. `simulated`: these are a simulated node's, which
+    has no kernel module and no device nodes."""
 
     library_path: str | None = None
     sysfs_root: Path = Path("/sys")

@@ -1,6 +1,7 @@
 """The only module that imports pynvml, NVIDIA's Python binding of NVML.
 
-It converts the binding's answers: errors become the errors below, bytes become text, missing capabilities become None. All functions block.
+Its functions convert pynvml's answers: errors become the errors below, bytes become text, missing capabilities become None. All functions
+block.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ DEPRECATED: Final = 26
 _CAPABILITY: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED})
 #: The driver is not loaded, or was reloaded.
 _DOWN: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED})
-#: (function, code): from this function the code means "nothing found". The binding raises SUCCESS for an empty list.
+#: (function, code): from this function the code means "nothing found". For an empty list pynvml raises SUCCESS.
 _NONE_YET: Final = frozenset(
     {
         ("nvmlDeviceGetProcessUtilization", SUCCESS),
@@ -73,7 +74,8 @@ class DriverDown(NvmlAbsent):
 
 
 class DriverMismatchError(NvmlError):
-    """The kernel's driver and the loaded library differ. A process can't load the library twice."""
+    """The kernel's driver and the loaded library have different versions. A process can't load the library twice, so only a new one can
+    continue."""
 
 
 class Binding:
@@ -98,7 +100,7 @@ class Binding:
         except CallError as exc:
             if exc.code != FUNCTION_NOT_FOUND:
                 raise
-            self._init_of_old()
+            self._init_old_library()
         self._initialised += 1
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class Binding:
                 self.call("nvmlShutdown")
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """The binding's answer. Raises CallError, NvmlAbsent, DriverDown or DriverMismatchError."""
+        """Calls a function of pynvml and returns its answer. Raises CallError, NvmlAbsent, DriverDown or DriverMismatchError."""
         try:
             answer = getattr(pynvml, function)(*arguments)
         except pynvml.NVMLError as exc:
@@ -118,11 +120,11 @@ class Binding:
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
     def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Like `call`, but None for a missing capability."""
+        """Like `call`, but returns None if a capability is missing."""
         try:
             return self.call(function, *arguments)
         except CallError as exc:
-            if self.is_capability(exc):
+            if self.lacks_capability(exc):
                 return None
             raise
 
@@ -130,8 +132,8 @@ class Binding:
         return getattr(pynvml, name)(**fields)
 
     def list_first(self, functions: tuple[str, ...], *arguments: Any) -> list[Any] | None:
-        """The list from the first of these functions that the driver has; None if it has none, or if the list grew too fast to be read.
-        Raises CallError."""
+        """The list from the first of these functions that the driver has. None if the driver has none of them, or if the list grew too fast
+        to be read. Raises CallError."""
         for function in functions:
             for _ in range(_LIST_TRIES):
                 try:
@@ -162,7 +164,7 @@ class Binding:
                 return handle
         return self.call("nvmlDeviceGetHandleByUUID", uuid)
 
-    def is_capability(self, error: CallError) -> bool:
+    def lacks_capability(self, error: CallError) -> bool:
         return error.code in _CAPABILITY
 
     def address(self, handle: Handle) -> int | None:
@@ -170,7 +172,7 @@ class Binding:
         return ctypes.cast(handle, ctypes.c_void_p).value
 
     def _translated(self, function: str, error: Any) -> NvmlError:
-        # The binding's errors are unhashable and compare badly, so only their number is used.
+        # pynvml's errors are unhashable and compare badly, so only their number is used.
         code = int(error.value)
         if code not in _CAPABILITY and (function, code) not in _NONE_YET:
             self.errors[function, code] += 1
@@ -197,7 +199,7 @@ class Binding:
         if getattr(pynvml.nvmlLib, "_handle", None) != library._handle:
             _use(library)
 
-    def _init_of_old(self) -> None:
+    def _init_old_library(self) -> None:
         try:
             code = pynvml.nvmlLib.nvmlInit_v2()
         except AttributeError as exc:
@@ -207,9 +209,9 @@ class Binding:
 
 
 def _use(library: ctypes.CDLL | None) -> None:
-    """Sets the library that the binding calls; None = the one that the system's loader finds at the next init.
+    """Sets the library that pynvml calls; None = the one that the system's loader finds at the next init.
 
-    The binding has no way to replace it, and a shutdown clears neither the library nor the private cache of function pointers.
+    pynvml has no function for this, and its shutdown clears neither the library nor the private cache of function pointers.
     """
     pynvml.nvmlLib = library
     pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -59,9 +59,9 @@ def _query_limit(nvml: Binding, handle: Handle, cgroup: str) -> MemoryLimit:
 
 
 def find_obstacle(nvml: Binding, index: int, *, cgroup_root: Path) -> tuple[str, str | None]:
-    """The GPU's UUID, and why the driver does not limit the memory of cgroups there (None: it seems to).
+    """The GPU's UUID, and why the driver does not limit the memory of cgroups on this GPU (None: it seems to).
 
-    Raises CallError if the GPU fails, and NvmlError, with the remedy, if the driver limits it on no GPU.
+    Raises CallError if the GPU fails. If the driver has no such limits on any GPU, raises NvmlError with the remedy.
     """
     limited = next((path.parent for path in sorted(cgroup_root.glob(f"*/{_LIMIT_FILE}"))), None)
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -101,9 +101,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 class Nvml(Session):
     """The agent's calls of NVML. Only one instance is open at a time in a process.
 
-    Every coroutine raises NvmlError if the driver answers with an error or not within `timeout_seconds`, NvmlAbsent if there is no driver,
-    and DriverMismatchError if only a new process can continue. Changes of MIG have a longer timeout. Other calls about the GPU wait for
-    them, readings only for a second.
+    Every coroutine raises NvmlError if the driver returns an error or does not answer within `timeout_seconds`, NvmlAbsent if there is no
+    driver, and DriverMismatchError if only a new process can continue. A change of MIG has a longer timeout. Other calls about the same GPU
+    wait for its end; readings wait only for a second.
 
     `library_path` None: the system's loader finds libnvidia-ml.so.1. `cgroup_root`: where cgroup v2 is mounted. `unreported_memory_bytes`:
     the assumed memory of a GPU for which the driver reports none.
@@ -160,7 +160,7 @@ class Nvml(Session):
         return levels
 
     async def read(self, *, utilization: bool = False) -> Reading:
-        """The GPUs' current use and health. `utilization`: also each process's use since the previous reading."""
+        """The GPUs' current use and health; with `utilization` also each process's utilization since the previous reading."""
         if not utilization:
             self._utilization.forget()
         answers = await self._read(sample=True, utilization=self._utilization if utilization else None)
@@ -202,7 +202,7 @@ class Nvml(Session):
             return None
 
     async def compute_mode(self, uuid: str) -> int:
-        """In NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
+        """The GPU's compute mode in NVML's numbers: 0 default, 2 prohibited, 3 exclusive process."""
         return await self._on_gpu(uuid, lambda gpu: int(self._binding.call("nvmlDeviceGetComputeMode", gpu)))
 
     async def set_compute_mode(self, uuid: str, mode: int) -> None:
@@ -231,7 +231,7 @@ class Nvml(Session):
         return await self._on_gpu(uuid, lambda gpu: read_limit(self._binding, gpu, cgroup))
 
     async def enable_mig(self, uuid: str) -> None:
-        """Needs root. The NvmlError says so if the driver needs a reset of the GPU first."""
+        """Needs root. If the GPU must be reset first, the NvmlError says so."""
         await self._change_mig(uuid, lambda _: enable_mig(self._binding, uuid))
 
     async def create_mig_instance(self, uuid: str, profile: MigProfile, start: int) -> MigInstance:

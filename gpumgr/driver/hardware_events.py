@@ -31,9 +31,10 @@ HEALTH_CODES = frozenset({"lost", "unhealthy", "back"})
 class HardwareEvents:
     """Implements driver.monitor.NodeListener.
 
-    `device_root`: the folder of device nodes. `simulated`: the GPUs need none. `before_snapshot` is awaited before the GPUs of a snapshot
-    are offered; `on_sample` after each sample, with the start times of its processes (pid -> clock ticks since boot). `own_pids` maps
-    the start times, on a thread, to the pids of gpumgr's own processes, which are left out of the sample.
+    `device_root`: the folder of device nodes. `simulated`: the GPUs need no device nodes. `before_snapshot` is awaited before the GPUs of a
+    snapshot are offered. `on_sample` is awaited after each sample, with the start times of its processes (pid -> clock ticks since boot).
+    `own_pids` is called on a thread with these start times. It returns the pids of gpumgr's own processes, which are left out of the
+    sample.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class HardwareEvents:
         self.sample: NodeSample | None = None
         self.sampled_at: float | None = None
         self._health: Mapping[str, GpuHealth] = {}
-        self._nodeless: Mapping[str, str] = {}
+        #: UUID of a GPU without a device node -> the reason for its fault.
+        self._without_device_node: Mapping[str, str] = {}
         #: UUID -> code of an unhealthy GPU's latest history entry; None: the history has not been read yet.
         self._reported: dict[str, str] | None = None
-        #: Indices of the GPUs in `not_readable` entries; None before the first check.
-        self._nameless: frozenset[int] | None = None
+        #: Indices of the unregistered GPUs that the driver can't describe; None before the first check.
+        self._not_readable: frozenset[int] | None = None
         #: Why MIG devices can't be offered, as last logged.
         self._mig_obstacle: str | None = None
 
@@ -75,7 +77,7 @@ class HardwareEvents:
         self._check_device_nodes(snapshot)
         await self._agent_state.set_snapshot(snapshot, self._hardware_health())
         self._add_to_history()
-        self._report_nameless()
+        self._report_not_readable()
         self._report_obstacle()
         self._keep(NodeSample())
         self.known.set()
@@ -85,9 +87,9 @@ class HardwareEvents:
         await self._publish_health()
 
     async def sample_taken(self, sample: NodeSample) -> None:
-        before = self._nodeless
+        before = self._without_device_node
         self._check_device_nodes(self._agent_state.inventory.snapshot)
-        if self._nodeless != before:
+        if self._without_device_node != before:
             await self._publish_health()
         pids = {p.pid for gpu in sample.gpus.values() for p in gpu.processes or ()}
         started, own = await asyncio.to_thread(self._look_up, pids) if pids else ({}, frozenset())
@@ -120,7 +122,7 @@ class HardwareEvents:
         cordoned = {uuid: _why(health) for uuid, health in bad.items() if health.reason in CLOSING_REASONS}
         in_mig_mode = {uuid for uuid, health in bad.items() if health.reason == "mig"} - by_operator.keys()
         return HardwareHealth(
-            failed={**self._nodeless, **failed},
+            failed={**self._without_device_node, **failed},
             cordoned={**cordoned, **by_operator},
             in_mig_mode=in_mig_mode,
             lost={uuid for uuid, health in bad.items() if health.reason in LOST_REASONS and health.state == "unhealthy"},
@@ -129,7 +131,8 @@ class HardwareEvents:
     def _add_to_history(self) -> None:
         """Adds an entry when a GPU of the ledger's registry becomes lost or unhealthy, or is back.
 
-        MIG mode is a setting and gets no entry. A cordoned GPU has the entries of maintenance, and is back after it is uncordoned.
+        MIG mode is a setting and gets no entry. gpumgr.agent.maintenance adds the entries of a cordoned GPU, which is back after it is
+        uncordoned.
         """
         agent_state = self._agent_state
         if self._reported is None:
@@ -141,11 +144,11 @@ class HardwareEvents:
                 if health.reason in CLOSING_REASONS:
                     continue
                 code, why = "lost" if health.reason in LOST_REASONS else "unhealthy", _why(health)
-            elif uuid in self._nodeless:
-                code, why = "unhealthy", self._nodeless[uuid]
+            elif uuid in self._without_device_node:
+                code, why = "unhealthy", self._without_device_node[uuid]
             elif health is not None and health.cordon_reason is not None:
                 continue
-            elif before is not None and uuid in shown:  # only then the state since the start is known
+            elif before is not None and uuid in shown:  # after a restart, a GPU that is not listed has no known health
                 code, why = "back", "it is healthy again and takes pods"
             else:
                 continue
@@ -156,16 +159,16 @@ class HardwareEvents:
             else:
                 self._reported[uuid] = code
 
-    def _report_nameless(self) -> None:
-        """Adds one entry for each unregistered GPU that the driver can't describe, but not again after a restart."""
+    def _report_not_readable(self) -> None:
+        """Adds one entry for each unregistered GPU that the driver can't describe. A restart adds no second entry."""
         history = self._agent_state.history
-        add = history.add_unless_repeated if self._nameless is None else history.add
-        nameless = {
+        add = history.add_unless_repeated if self._not_readable is None else history.add
+        unreadable = {
             failure.index: failure for failure in self._agent_state.inventory.unnamed(self._agent_state.ledger.gpu_registry)
         }
-        for index in sorted(nameless.keys() - (self._nameless or ())):
-            add(HistoryEntry(what="gpu", code="not_readable", why=nameless[index].sentence))
-        self._nameless = frozenset(nameless)
+        for index in sorted(unreadable.keys() - (self._not_readable or ())):
+            add(HistoryEntry(what="gpu", code="not_readable", why=unreadable[index].sentence))
+        self._not_readable = frozenset(unreadable)
 
     def _report_obstacle(self) -> None:
         inventory, before = self._agent_state.inventory, self._mig_obstacle
@@ -185,11 +188,11 @@ class HardwareEvents:
                 if gpu.minor is None
                 else f"its device node {path} is missing: run `nvidia-modprobe -c {gpu.minor}` or restart nvidia-persistenced"
             )
-        for uuid in missing.keys() - self._nodeless.keys():
+        for uuid in missing.keys() - self._without_device_node.keys():
             log.warning("device_node_missing", gpu=uuid, reason=missing[uuid])
-        for uuid in self._nodeless.keys() - missing.keys():
+        for uuid in self._without_device_node.keys() - missing.keys():
             log.info("device_node_back", gpu=uuid)
-        self._nodeless = missing
+        self._without_device_node = missing
 
 
 def _reported_before(entries: Iterable[HistoryEntry], gpu_registry: GpuRegistry) -> dict[str, str]:

@@ -8,8 +8,9 @@
     probation  --N good in a row-----> healthy
     probation  --anything else-------> unhealthy
 
-A cordoned GPU is not offered; readings still change its state. When it is uncordoned, a healthy or suspect GPU starts in probation. XIDs
-(NVIDIA's error numbers) that applications cause are ignored, DOUBTFUL_XIDS are doubtful, all others are certain faults.
+A cordoned GPU is not offered; readings still change its state. When it is uncordoned, a healthy or suspect GPU starts in probation. An XID
+is an error that NVIDIA's driver reports by number. XIDs that applications cause are ignored, DOUBTFUL_XIDS are doubtful, all others are
+certain faults.
 """
 
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effective_reason(self) -> Reason | None:
-        """Why the GPU is suspect or not offered. A fault precedes a cordon."""
+        """Why the GPU is suspect or not offered. The reason of an unhealthy GPU takes precedence over a cordon."""
         return self.reason if self.cordon_reason is None or not self.healthy else "operator"
 
 
@@ -102,7 +103,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Xid(msgspec.Struct, frozen=True, kw_only=True):
-    """`number`: of NVIDIA's list. `gpu_instance`: the GPU instance (MIG) that the error concerns, if the driver names one."""
+    """`number`: the error's number in NVIDIA's list. `gpu_instance`: the GPU instance (MIG) with the error, if the driver names one."""
 
     number: int
     gpu_instance: int | None = None
@@ -137,13 +138,13 @@ def uncordoned(health: GpuHealth, now: float) -> GpuHealth:
 
 
 def step(health: GpuHealth, observation: Observation, now: float, rules: HealthRules | None = None) -> GpuHealth:
-    """The health after this observation. `now`: the time of a change, on any clock."""
+    """The health after this observation. `now`: the time of a change, in seconds of the caller's clock."""
     rules = rules or HealthRules()
     verdict = _judge(observation, rules)
     if verdict is None:
         return health
     if verdict.reason == "mig" and health.state in ("unhealthy", "probation") and health.reason != "mig":
-        # Apart from MIG mode the reading is good, so it counts towards the end of the earlier fault. Only then "mig" is the reason.
+        # Apart from MIG mode the reading is good, so it counts towards the end of the earlier fault. After that end the reason is "mig".
         health = _improve(health, now, rules)
         if not health.healthy:
             return health
@@ -155,7 +156,7 @@ def step(health: GpuHealth, observation: Observation, now: float, rules: HealthR
 def step_mig_devices(
     faulty: Mapping[str, GpuHealth], readings: Mapping[str, Observation | None], now: float, rules: HealthRules
 ) -> dict[str, GpuHealth]:
-    """The MIG devices that still have a fault of their own. One that no GPU has is dropped, but only if all GPUs answered."""
+    """The MIG devices that still have a fault of their own. If all GPUs answered, a device that no GPU has is dropped."""
     answers = [each for each in readings.values() if isinstance(each, HealthReading)]
     left: dict[str, GpuHealth] = {}
     for uuid, health in faulty.items():

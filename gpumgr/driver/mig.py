@@ -1,7 +1,7 @@
 """MIG: reads the mode, the MIG devices and the profiles of a GPU, and changes mode and devices. All functions block.
 
-A MIG device is a compute instance in a GPU instance, here always as large as the GPU instance. A step that fails may leave a GPU instance
-without a compute instance. It occupies memory slices, so it is destroyed when a new MIG device needs them.
+A MIG device is a compute instance in a GPU instance. A new MIG device gets a GPU instance of its own and fills it. A step that fails may
+leave a GPU instance without a compute instance. Such a GPU instance is destroyed when a new MIG device needs its memory slices.
 
 Source: NVML's reference, "Multi Instance GPU Management". In NVIDIA's DRA driver a GPU instance was "in use by another client" after its
 compute instance was destroyed, and NVML reported an occupied place as "insufficient resources".
@@ -45,7 +45,7 @@ def memory_slices(place: Any) -> int:
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """A context manager that ends its block when the driver answers that an object does not exist."""
+    """A context manager: ends its block without an error if the driver reports that an object does not exist."""
     try:
         yield
     except CallError as exc:
@@ -70,7 +70,8 @@ def read_mig_handles(nvml: Binding, gpu: Handle) -> dict[str, Handle]:
 
 
 def read_mig_instances(nvml: Binding, gpu: Handle) -> tuple[MigInstance, ...]:
-    """The MIG devices of a GPU in MIG mode, in the order of NVML's indices, without one that is being destroyed. Raises CallError."""
+    """The MIG devices of a GPU in MIG mode, in the order of NVML's indices. Leaves out a device that is being destroyed. Raises
+    CallError."""
     instances = []
     for handle in read_mig_handles(nvml, gpu).values():
         with unless_gone():
@@ -148,8 +149,8 @@ def _read_places(nvml: Binding, gpu: Handle, profile: int) -> list[Placement]:
 def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, total_bytes: int) -> str:
     """The profile's name from its sizes. `total_bytes`: the GPU's memory, 0 = not known.
 
-    The name has the GPU's memory in GiB times the profile's part of it, which is rounded up to eighths. If `total_bytes` is 0, the name has
-    the profile's own memory. Source: go-nvlib, which NVIDIA's device plugin uses.
+    The size in the name is the GPU's memory in GiB times the profile's part of that memory, rounded up to eighths. If `total_bytes` is 0,
+    it is the profile's own memory. Source: go-nvlib, which NVIDIA's device plugin uses.
     """
     total_bytes = total_bytes or memory_bytes
     eighths = -(-memory_bytes * _MEMORY_SLICES // total_bytes)
@@ -162,7 +163,7 @@ def profile_name(compute_slices: int, gpu_slices: int, *, memory_bytes: int, tot
 
 
 def enable_mig(nvml: Binding, uuid: str) -> None:
-    """Raises NvmlError, also if the driver needs a reset of the GPU first."""
+    """Turns MIG mode on. Raises NvmlError, also if the driver needs a reset of the GPU first."""
     enabled = nvml.on_gpu(uuid, lambda gpu: read_mig_enabled(nvml, gpu))
     if enabled is None:
         raise NvmlError(f"{uuid} has no MIG mode, or the driver does not report it")
@@ -196,8 +197,8 @@ def create_mig_instance(nvml: Binding, gpu: Handle, profile: MigProfile, start: 
 def destroy_mig_instance(
     nvml: Binding, gpu: Handle, instance_uuid: str, processes_of: Callable[[Handle], tuple[GpuProcess, ...] | None]
 ) -> None:
-    """Also destroys the GPU instance unless it has other MIG devices. Raises NvmlError, with the pids if processes use the device; then
-    nothing was destroyed."""
+    """Destroys the MIG device, and its GPU instance unless that has other MIG devices. If processes use the device, destroys nothing and
+    raises NvmlError with their pids."""
     if not read_mig_enabled(nvml, gpu):
         return
     devices = read_mig_handles(nvml, gpu)

@@ -48,17 +48,17 @@ class NodeListener(Protocol):
     """Receives what the monitor reads. The monitor waits for the end of each call."""
 
     async def snapshot_taken(self, snapshot: NodeSnapshot) -> None:
-        """Called at the start, and whenever the node's GPUs may have changed, after `health_changed` with their health."""
+        """Called at the start, and whenever the node's GPUs may have changed. `health_changed` was called before with their health."""
 
     async def health_changed(self, health: Mapping[str, GpuHealth]) -> None:
-        """Called when a state, reason, message or cordon has changed, with the health by UUID of all GPUs, also of GPUs that the last
-        snapshot lacks, and of MIG devices with a fault of their own."""
+        """Called when a state, reason, message or cordon has changed. `health`: UUID -> health of all GPUs, even if the last snapshot lacks
+        them, and of each MIG device with a fault of its own."""
 
     async def sample_taken(self, sample: NodeSample) -> None:
         """Called once in each sample period."""
 
     async def driver_down(self, message: str) -> None:
-        """Called once for each outage of NVML as a whole, which the next `snapshot_taken` ends."""
+        """Called once for each outage of NVML as a whole. The next `snapshot_taken` ends the outage."""
 
 
 class DriverMeter(Protocol):
@@ -104,7 +104,8 @@ class Monitor:
         self._cordons: dict[str, str] = {}
         #: The GPUs with a hanging call at the last reading.
         self._hung: frozenset[str] = frozenset()
-        self._relist_seconds, self._relist_at = retry_seconds[0], float("-inf")
+        #: When the session may be opened again because GPUs are missing, and the pause after that attempt.
+        self._relist_at, self._relist_seconds = float("-inf"), retry_seconds[0]
         self._down = False
         #: A new snapshot is due.
         self._stale = False
@@ -114,11 +115,11 @@ class Monitor:
 
     @property
     def health(self) -> dict[str, GpuHealth]:
-        """By UUID, of every GPU that was ever listed, and of each MIG device with a fault of its own."""
+        """UUID -> health of every GPU that was ever listed, and of each MIG device with a fault of its own."""
         return {**self._health, **self._mig_health}
 
     def apply(self, *, rules: HealthRules, sample_period_seconds: float) -> None:
-        """The rules apply from the next reading on, the period at once, even to a wait that has begun."""
+        """The rules apply from the next reading on. The period applies at once, even to a wait that has begun."""
         self._rules, self._sample_period_seconds = rules, sample_period_seconds
         self._wake.set()
 
@@ -164,8 +165,8 @@ class Monitor:
 
     @asynccontextmanager
     async def without_session(self) -> AsyncIterator[None]:
-        """Like `Session.without_session`. In the block readings wait and no health changes. Events of that time are lost; the next reading
-        shows their effect."""
+        """Like `Session.without_session`. In the block readings wait, no health changes, and events are lost. The next reading shows the
+        effect of lost events."""
         try:
             async with self._nvml.without_session():
                 yield
@@ -277,7 +278,7 @@ class Monitor:
             await self._listener.snapshot_taken(snapshot)
 
     def _judge(self, readings: Mapping[str, Observation | None]) -> None:
-        """With the reading None a GPU keeps its health; without a reading it is missing."""
+        """A GPU with the reading None keeps its health. A GPU without a reading is missing."""
         self._hung = _hanging(readings)
         missing = Failed(reason="missing", message="the driver no longer lists this GPU")
         for uuid in self._health:
@@ -300,7 +301,7 @@ class Monitor:
             await self.publish_health()
 
     def _on_event(self, uuid: str | None, event: Xid | DoubleBitError) -> None:
-        """Applies an event to the MIG devices of the GPU instance that it names, otherwise to the GPU (`uuid` None: to all GPUs)."""
+        """If the event names a GPU instance, applies it to that instance's MIG devices, else to the GPU (`uuid` None: to all GPUs)."""
         instance = event.gpu_instance if isinstance(event, Xid) else None
         if uuid is not None and instance is not None:
             devices = [each for gpu in self._snapshot.gpus if gpu.uuid == uuid for each in gpu.mig_instances]

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 async def run_program(*command: str, timeout_seconds: float) -> tuple[int, str]:
-    """(exit code, output). Raises OSError if the program can't be run, TimeoutError (an OSError) if it was killed."""
+    """Returns (exit code, output). Raises OSError if the program can't be run, TimeoutError (an OSError) if it was killed."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -49,13 +49,13 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: NVML's session may be closed for a minute; 15 s are for closing and reopening it.
-PROGRAM_SECONDS: Final = 45.0
+#: The time limit of nvidia-smi. A reset may take a minute in all: 15 s are left to close and reopen NVML's session.
+_RESET_SECONDS: Final = 45.0
 
 
-async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = PROGRAM_SECONDS) -> str:
-    """Resets the GPU and returns the program's output. Raises NvmlError, with the output if the program refused: some GPUs with NVLink
-    can't be reset alone."""
+async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_seconds: float = _RESET_SECONDS) -> str:
+    """Resets the GPU and returns the program's output. If the program refuses, the NvmlError has its output: for example, some GPUs with
+    NVLink can't be reset alone."""
     if shutil.which(program) is None:
         raise NvmlError(f"{program} is not in PATH: install the driver's programs, or set nvml.smi_program")
     async with monitor.without_session():
@@ -73,7 +73,7 @@ async def reset_gpu(monitor: Monitor, uuid: str, *, program: str, timeout_second
 
 
 def _advice(output: str, uuid: str, program: str) -> str:
-    """Persistence mode counts as a user of the GPU (NVIDIA/NVSentinel issue 1690)."""
+    """What the operator can do if the GPU is in use. nvidia-smi counts persistence mode as a user (NVIDIA/NVSentinel issue 1690)."""
     if "in use by another client" not in output.lower():
         return ""
     return (

@@ -2,7 +2,7 @@
 
 A process's utilization is the mean of the driver's samples since the last reading. The driver has no samples of a process that ran nothing,
 and its sampling period is 1/6 s to 1 s (NVML's reference). So a process without a new sample keeps its last value for one period. Drivers
-also return entries of no process, percentages of billions, and repeated entries.
+also return entries without a process, percentages of billions, and repeated entries.
 """
 
 import time
@@ -59,7 +59,7 @@ def advance(state: UtilizationState, samples: Iterable[Sample], now: int) -> Uti
 
 
 class ProcessUtilization:
-    """The state of all GPUs. Only one thread at a time reads a GPU."""
+    """The states of all GPUs. No two threads may read the same GPU at the same time."""
 
     def __init__(self) -> None:
         self._states: dict[str, UtilizationState] = {}
@@ -79,7 +79,7 @@ class ProcessUtilization:
         return {pid: ratio for pid, (ratio, _) in after.values.items()}
 
     def forget(self) -> None:
-        """After a pause the state is outdated."""
+        """Call it when readings pause, because the states are outdated after that."""
         self._states.clear()
 
 
@@ -97,7 +97,7 @@ Listed = dict[int, int | None]
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read from a GPU. `sample`: the driver's error if it can't be read; None if only the health was read."""
+    """What was read from a GPU. `sample`: the driver's error if the sample can't be read; None if only the health was read."""
 
     uuid: str
     health: HealthReading | Failed
@@ -105,9 +105,9 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_gpu(nvml: Binding, index: int, *, sample: bool, utilization: ProcessUtilization | None = None) -> GpuReading:
-    """Reads the health, and with `sample` also one sample. `utilization` None: without the utilization of processes.
+    """Reads the health; with `sample` also one sample, which has the utilization of processes unless `utilization` is None.
 
-    Raises CallError if the driver gives no handle or UUID; later errors are in the result.
+    Raises CallError if the driver returns no handle or UUID. Later errors are in the result.
     """
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     uuid = nvml.call("nvmlDeviceGetUUID", handle)
@@ -127,7 +127,7 @@ def _or_error(read: Callable[[], T]) -> T | CallError:
 
 
 def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: ProcessUtilization | None) -> GpuSample:
-    """A value that the driver answers with an error is None. Raises CallError if the GPU is lost."""
+    """A value for which the driver returns an error is None. Raises CallError if the GPU is lost."""
     used, reserved = unless_failed(lambda: _read_memory(nvml, handle)) or (None, None)
     rates = unless_failed(lambda: nvml.ask("nvmlDeviceGetUtilizationRates", handle))
     milliwatts = unless_failed(lambda: nvml.ask("nvmlDeviceGetPowerUsage", handle))
@@ -144,7 +144,7 @@ def _read_gpu_sample(nvml: Binding, uuid: str, handle: Handle, utilization: Proc
 
 
 def unless_failed(read: Callable[[], T | None]) -> T | None:
-    """What `read` returns, or None if the driver answers with an error. Raises CallError if the GPU is lost."""
+    """What `read` returns, or None if the driver returns an error. Raises CallError if the GPU is lost."""
     try:
         return read()
     except CallError as exc:
@@ -181,7 +181,7 @@ def _read_busy_processes(
 ) -> tuple[GpuProcess, ...] | None:
     """Like `read_processes`, with the utilization. Raises CallError only if the compute list fails.
 
-    The driver reports the utilization of an MPS server instead of its clients, so a client's is unknown.
+    Under MPS the driver reports the server's utilization instead of its clients', so the utilization of a client is unknown.
     """
     compute = _read_list(nvml, _COMPUTE, handle)
     clients, graphics = (unless_failed(partial(_read_list, nvml, functions, handle)) for functions in (_MPS_CLIENTS, _GRAPHICS))
@@ -196,7 +196,7 @@ def _read_busy_processes(
 
 
 def _processes(lists: list[Listed | None], utilization_of: Callable[[int], float | None]) -> tuple[GpuProcess, ...] | None:
-    """A process in several lists has the memory of the first. None if the first list is None."""
+    """A process in several lists has the memory from the first of them. None if the first list is None."""
     if lists[0] is None:
         return None
     found = {pid: memory_bytes for listed in reversed(lists) for pid, memory_bytes in (listed or {}).items()}
@@ -213,7 +213,7 @@ def _read_list(nvml: Binding, functions: tuple[str, ...], handle: Handle) -> Lis
 
 
 def _read_health(nvml: Binding, handle: Handle) -> HealthReading:
-    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU answers with an error, even without support for this call
+    nvml.ask("nvmlDeviceGetMemoryInfo", handle)  # a failing GPU returns an error even if it does not support this call
     mig_enabled = read_mig_enabled(nvml, handle)
     return HealthReading(
         mig_enabled=mig_enabled,

@@ -27,17 +27,17 @@ from gpumgr.driver.worker import GpuHangs, NvmlWorker, Subject
 
 _WAIT_MILLISECONDS: Final = 1000
 _PAUSE_SECONDS: Final = 1.0
-#: An event's number for "no GPU instance".
+#: An event's gpuInstanceId if the event is not about a GPU instance (MIG).
 _NO_INSTANCE: Final = 0xFFFFFFFF
 _WANTED: Final = EVENT_DOUBLE_BIT_ECC | EVENT_XID
 
-#: Called on the event loop with the GPU's UUID (None: not reported).
+#: Called on the event loop with the GPU's UUID (None: not reported) and the event.
 OnEvent = Callable[[str | None, Xid | DoubleBitError], None]
 
 
 def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
-    """Registers the GPU's XIDs and double-bit errors. Returns the address in the GPU's handle; None if the driver has no events for it.
-    After a CallError the set is unusable (NVML's documentation)."""
+    """Adds the XIDs and double-bit errors of the GPU with this index to the event set. Returns the address in the GPU's handle; None if the
+    driver has no events for this GPU. After a CallError the set is unusable (NVML's documentation)."""
     handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
     supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
     types = _WANTED & (supported or 0)
@@ -46,7 +46,7 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
     try:
         nvml.call("nvmlDeviceRegisterEvents", handle, types, event_set)
     except CallError as exc:
-        if nvml.is_capability(exc):
+        if nvml.lacks_capability(exc):
             return None
         raise
     return nvml.address(handle)
@@ -54,7 +54,7 @@ def register(nvml: Binding, event_set: Handle, index: int) -> int | None:
 
 class EventThread:
     """A daemon thread that waits for the events of one event set until `stop`, and then frees the set. NVML's wait blocks and has no file
-    descriptor, so it is called for short intervals. `uuids`: address in the handle -> UUID."""
+    descriptor, so it is called for short intervals. `uuids`: address in a GPU's handle -> UUID."""
 
     def __init__(self, nvml: Binding, event_set: Handle, uuids: Mapping[int, str], on_event: OnEvent) -> None:
         self._nvml, self._set, self.uuids, self._on_event = nvml, event_set, uuids, on_event
@@ -102,25 +102,29 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: For the event thread's end and for NVML's shutdown: short, so that a process that stops keeps its own deadline.
+#: Time limits for the end of the event thread and for NVML's shutdown. They are short, because the agent has a deadline when it is stopped.
 _STOP_SECONDS: Final = 1.5
 _SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Session:
-    """`open` first, `close` at the end; `open` again after a reload of the driver. No session begins or ends during a call of NVML."""
+    """Call `open` first, `close` at the end, and `open` again after a reload of the driver. No session begins or ends during a call of
+    NVML."""
 
     def __init__(self, library_path: str | None, timeout_seconds: float) -> None:
         self._binding = Binding(library_path)
         self._worker = NvmlWorker()
         self._timeout_seconds = timeout_seconds
+        #: The number of GPUs that NVML lists.
         self._count = 0
         #: NVML's index -> UUID of the last snapshot's GPUs, as far as known.
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
+        #: NVML is initialised.
         self._opened = False
         # Held while a session or the wait for events starts or ends, and while MIG is changed.
         self._session_lock = asyncio.Lock()
+        #: Cleared while the session is replaced, or closed for another program. Calls wait then.
         self._session_open = asyncio.Event()
         self._session_open.set()
 
@@ -192,8 +196,8 @@ class Session:
         return frozenset(uuids.values()) - monitored
 
     async def _start_events(self, uuids: Mapping[int, str], on_event: OnEvent) -> EventThread | None:
-        """None if the driver has no events. A refused GPU makes the event set unusable, so a new set is made without it. A set inside a
-        hanging call is not freed."""
+        """None if the driver has no events. If NVML refuses a GPU, the event set is unusable, so a new set is made without that GPU. While
+        a call with a set hangs, the set is not freed."""
         wanted = uuids.keys() - self._worker.stuck
         while True:
             handle = await self._call(partial(self._binding.ask, "nvmlEventSetCreate"))
@@ -209,7 +213,7 @@ class Session:
             wanted -= refused
 
     async def close(self) -> None:
-        """A thread with a hanging call stays until the process ends."""
+        """Ends the session and the threads. A thread with a hanging call stays until the process ends."""
         try:
             await self._close_session()
         finally:
@@ -248,7 +252,7 @@ class Session:
         """index -> `fn`'s result or the error of this GPU. Raises errors of the driver as a whole.
 
         `indices` None: all GPUs, and the driver as a whole must answer, too. `wait_seconds`: how long to wait for the end of an earlier
-        call about a GPU. After that its result is GpuBusy.
+        call about a GPU. After that the GPU's result is GpuBusy.
         """
         await self.wait_for_session()
         calls: dict[Subject, Callable[[], Any]] = {

@@ -58,7 +58,7 @@ class DescribedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node(nvml: Binding, sysfs_root: Path) -> NodeSnapshot:
-    """A snapshot without GPUs."""
+    """A snapshot without GPUs; `with_gpus` adds them."""
     return NodeSnapshot(
         gpus=(),
         topology=Topology((), ()),
@@ -79,8 +79,8 @@ def describe_gpu(
 ) -> DescribedGpu | GpuFailure:
     """The GPU with this index, or why NVML can't describe it. Errors of the driver as a whole are raised.
 
-    `seen` (index -> UUID) is for GPUs that no longer report a UUID; this reading adds to it. `unreported_memory_bytes`: if the driver
-    reports none.
+    `seen`: index -> UUID of earlier readings, for a GPU that no longer reports its UUID. This reading adds its own.
+    `unreported_memory_bytes`: the GPU's memory if the driver reports none.
     """
     try:
         handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
@@ -173,7 +173,7 @@ def read_pci_place(sysfs_root: Path, bus_id: str) -> tuple[int | None, tuple[str
 
 
 def _short_bus_id(pci: Handle) -> str:
-    """The bus id as in sysfs. NVML's domain has four or eight digits in either case."""
+    """The bus id as in sysfs. NVML writes the domain with four or eight digits, in lower or upper case."""
     text = pci.busId.decode(errors="replace") if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain or '0', 16):04x}:{rest.lower()}"
@@ -192,7 +192,7 @@ def _read_links(nvml: Binding, handle: Handle) -> _Links:
             if nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number) == _REMOTE_SWITCH:
                 fabric += 1
             elif (pci := nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)) is not None:
-                # If the type is not reported, a GPU's bus id is enough; other ids match no GPU.
+                # A remote device of unreported type is counted, too: if it is no GPU, its bus id matches none.
                 bus_id = _short_bus_id(pci)
                 direct[bus_id] = direct.get(bus_id, 0) + 1
         except CallError as exc:
@@ -213,7 +213,7 @@ def _shared_links(one: DescribedGpu, other: DescribedGpu) -> int:
 def read_levels(
     nvml: Binding, one: DescribedGpu, others: Sequence[DescribedGpu], driver_version: str | None
 ) -> dict[frozenset[int], Level]:
-    """Pair of indices -> PCIe level, without pairs that the driver answers with an error. A level that is not reported is SYS."""
+    """Pair of indices -> PCIe level, without pairs for which the driver returns an error. A level that is not reported is SYS."""
     levels = {}
     for other in others:
         with suppress(CallError):

@@ -47,7 +47,7 @@ class GpuBusy(NvmlError):
 
 class _Job(msgspec.Struct, kw_only=True, eq=False):
     """One call. A thread sets `started` (monotonic seconds), `answer` (also an NvmlError) or `bug`, and `ended`, and then calls `on_end`.
-    `given_up`: the caller's answer if it does not wait for this call."""
+    `given_up`: the answer for a caller that does not wait for the call's end."""
 
     subject: Subject
     fn: Callable[[], Any]
@@ -65,7 +65,7 @@ class _Job(msgspec.Struct, kw_only=True, eq=False):
 
 
 class NvmlWorker:
-    """The first call starts a thread."""
+    """The first call starts the first thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -94,7 +94,7 @@ class NvmlWorker:
     ) -> dict[Subject, T | NvmlError]:
         """GPU -> the function's result, or the NvmlError that was raised (GpuHangs as in `call`). Raises other errors.
 
-        GpuBusy: an earlier call about the GPU, within its own limit, has not ended after `wait_seconds`.
+        The result is GpuBusy if an earlier call about the GPU has not ended after `wait_seconds`, but is within its own limit.
         """
         loop, settled, queued_at = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
 
@@ -109,7 +109,7 @@ class NvmlWorker:
             while self._left(jobs, may_wait=time.monotonic() - queued_at < wait_seconds):
                 await wait_at_most(settled, _PATIENCE_SECONDS)
                 self._help(jobs)
-        finally:  # jobs of a caller that no longer waits never begin
+        finally:  # if the caller no longer waits, its queued jobs must not begin
             with self._changed:
                 self._waiting = [job for job in self._waiting if job not in jobs]
         for job in jobs:
@@ -148,7 +148,7 @@ class NvmlWorker:
                 self._start()
 
     def _left(self, jobs: list[_Job], *, may_wait: bool) -> bool:
-        """Gives up jobs about GPUs that hang and, unless jobs `may_wait`, about busy GPUs. Returns whether a job is left."""
+        """Gives up the jobs about GPUs that hang; without `may_wait` also the jobs about busy GPUs. Returns whether a job is left."""
         with self._changed:
             for job in jobs:
                 before = self._running.get(job.subject)
