@@ -1,1 +1,1 @@
-"""Small tools without a domain, the errors and units of all parts, and gRPC over unix sockets."""
+"""General tools (event loop, files, log, parsers), the errors and units that all parts share, and gRPC over unix sockets."""

@@ -20,12 +20,12 @@ LOG_SECONDS: Final = 60.0
 _KILL_SECONDS: Final = 2.0
 
 _log = structlog.get_logger(__name__)
-#: The event loop itself has only weak references to tasks.
+#: Keeps the tasks of `run_shielded` alive: the event loop has only weak references to tasks.
 _shielded: set[asyncio.Task[Any]] = set()
 
 
 async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yields the items. Before an item other tasks run if SLICE_SECONDS have passed since they last could."""
+    """Yields the items, and lets other tasks run whenever SLICE_SECONDS have passed."""
     began = time.perf_counter()
     for item in items:
         if time.perf_counter() > began + SLICE_SECONDS:
@@ -41,8 +41,8 @@ async def in_slices(steps: Iterable[object]) -> None:
 
 
 class LatestValue(Generic[T]):
-    """The newest value of something. A reader never delays the writer, and may miss a value that was replaced soon. `set` does nothing if
-    the value is equal to the current one."""
+    """The newest value of something. A reader never delays the writer, and may miss a value that is replaced before the reader runs. `set`
+    does nothing if the value is equal to the current one."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -103,8 +103,8 @@ class Subscription(Generic[T]):
 
 
 def next_tick(period_seconds: float, after: float) -> float:
-    """Returns the first multiple of the period after `after`, in seconds of the event loop's clock. Daemons wait for such times, so that
-    timers of one period wake the process once."""
+    """Returns the first multiple of the period after `after`, in seconds of the event loop's clock. Daemons with the same period wait for
+    the same multiples, so they wake the process only once."""
     return after - after % period_seconds + period_seconds
 
 
@@ -120,8 +120,8 @@ async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
 
 
 class DaemonCalls:
-    """Runs blocking calls that may hang (network file systems), one at a time on one daemon thread. Unlike with `asyncio.to_thread`, such a
-    call does not delay the end of the process and takes no thread of a pool."""
+    """Runs blocking calls that may hang (network file systems), one at a time on one daemon thread. Unlike with `asyncio.to_thread`, a call
+    that hangs does not delay the end of the process, and occupies no thread of a pool."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -178,7 +178,7 @@ async def kill_program(program: asyncio.subprocess.Process) -> None:
 
 
 async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Future[T]:
-    """Runs both until one is done, and cancels the other. Returns the future of `work`, which is done."""
+    """Runs `work` and `end` until one of them is done, and cancels the other. Returns the future of `work`: done, or cancelled."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,8 +190,8 @@ async def run_until(end: Awaitable[object], work: Awaitable[T]) -> asyncio.Futur
 
 
 async def run_shielded(work: Coroutine[Any, Any, T], *, name: str) -> T:
-    """Runs `work` in its own task. If the caller is cancelled, the work continues, and its error is logged. `finish_shielded` waits for it
-    at shutdown."""
+    """Runs `work` in its own task. If the caller is cancelled, the work continues, and its error is logged. `finish_shielded` waits for
+    the work at shutdown."""
     task = asyncio.create_task(work, name=name)
     _shielded.add(task)
     task.add_done_callback(_shielded.discard)
@@ -222,13 +222,13 @@ class DaemonExitedError(RuntimeError):
 
 
 async def forever(name: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Raises the errors of the daemon `work`, and DaemonExitedError if it returns."""
+    """Runs the daemon `work`. Raises its errors, and DaemonExitedError if it returns."""
     await work()
     raise DaemonExitedError(f"the daemon {name} returned; it must run until it is cancelled")
 
 
 class LogPace:
-    """Limits the log of a failure that repeats to once in LOG_SECONDS. `clock` is monotonic, in seconds."""
+    """Limits the log of a repeated failure to one line per LOG_SECONDS. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._logged_at = clock, float("-inf")
@@ -241,7 +241,7 @@ class LogPace:
 
 
 class BugLog:
-    """Logs bugs that do not end a daemon, with the traceback, at the pace of LogPace."""
+    """Logs bugs that do not end the process, with the traceback, at the pace of LogPace."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._pace, self._number = name, LogPace(clock), 0
@@ -258,16 +258,16 @@ async def persistently(
     *,
     pause_seconds: float = 1.0,
 ) -> NoReturn:
-    """Runs a daemon that the process can miss for a while: after an error, logged as a bug (`BugLog`), or a return, it pauses and calls
-    `work` again."""
+    """Runs the daemon `work`, without which the process can continue for a while. If the daemon raises an error or returns, this is logged
+    as a bug (`BugLog`), and after a pause `work` is called again."""
     bugs = BugLog(name)
     while True:
         try:
-            # In its own task: before Python 3.13, a task group that ends with errors can leave its task marked as cancelled.
+            # `work` has its own task: before Python 3.13, a task group that fails can leave the task around it marked as cancelled.
             await asyncio.create_task(forever(name, work), name=name)
         except Exception as error:
             bugs.record(error)
-            # Before Python 3.13, such a group also loses a simultaneous cancellation.
+            # Before Python 3.13, a task group that fails also loses a cancellation that arrives at the same time.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from error
         await asyncio.sleep(pause_seconds)

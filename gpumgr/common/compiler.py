@@ -17,8 +17,8 @@ _TIMEOUT_SECONDS: Final = 120
 def compiled(
     source: Path, flags: Sequence[str], *, folder: Path, suffix: str = "", what: str, needs: str = "a C compiler", remedy: str
 ) -> Path:
-    """Returns the path of the compiled `source` in `folder`; $CC (default `cc`) compiles it at the first call, in about a second. The name
-    has a hash of the inputs, and all users may execute the result.
+    """Returns the path of the compiled `source` in `folder`. The first call compiles it with $CC (default `cc`), in about a second. The
+    file's name has a hash of the source, the compiler and the flags. All users may execute the file.
 
     Raises InputError without a compiler, or if compiling or writing fails. For its message: `what` names the result, `needs` the
     prerequisite, and `remedy` an alternative.

@@ -41,7 +41,7 @@ _MACHINES: Final = {
 
 
 class ElfError(GpumgrError):
-    """The file is no ELF program or library, or is damaged."""
+    """The file is no ELF program or library, or is damaged. The message continues a sentence that begins with the file's name."""
 
 
 class Table(NamedTuple):
@@ -205,7 +205,7 @@ def _dynamic(read: Read, header: Header, segments: list[_Segment]) -> tuple[str 
 
 def _part(read: Read, offset: int, size: int) -> bytes:
     if size > _MAX_PART_BYTES:
-        raise ElfError(f"has a part of {size} bytes and {_MAX_PART_BYTES} are the limit")
+        raise ElfError(f"has a part of {size} bytes, and the limit is {_MAX_PART_BYTES}")
     return read(offset, size)
 
 

@@ -1,4 +1,4 @@
-"""The errors that several parts of gpumgr raise on purpose. A part's own errors are derived from them, in its module.
+"""The errors that several parts of gpumgr raise on purpose. Modules derive further errors from them.
 
 GpumgrError
 ├── Refusal
@@ -51,7 +51,7 @@ class NvmlAbsent(NvmlError):
 
 
 class MpsError(GpumgrError):
-    """NVIDIA's MPS control program failed, or something that it needs. The message says what, where, and what to do."""
+    """NVIDIA's MPS control program failed, or something that this program needs did. The message says what, where, and what to do."""
 
 
 class MpsTransientError(MpsError):
@@ -71,7 +71,8 @@ class CheckpointError(GpumgrError):
 
 
 class LedgerError(CheckpointError):
-    """A change would break an invariant of the ledger, which is a bug. It is not written."""
+    """A change would break an invariant of the ledger (the record of the GPUs that each container holds). This is a bug, and the change is
+    not written."""
 
 
 class KubeletError(GpumgrError):

@@ -90,7 +90,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def temporary_of(path: Path) -> Path:
-    """The file that `replacing` writes to. After a kill it remains."""
+    """The file that `replacing` writes to. If the process is killed, this file remains."""
     return path.with_name(f".{path.name}.new")
 
 

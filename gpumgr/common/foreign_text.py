@@ -1,5 +1,5 @@
-"""Decodes JSON and YAML of other programs. Any text gives a value or UnreadableText. If a JSON object has a key twice, the last value
-counts, as in Go."""
+"""Decodes JSON and YAML that other programs wrote. If a text can't be decoded, UnreadableText is raised. If a JSON object has a key twice,
+the last value counts, as in Go."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ import yaml
 
 T = TypeVar("T")
 
-#: Kubernetes objects are not nested nearly as deep. The decoders reach about a thousand levels.
+#: Far more levels of nesting than Kubernetes objects have. The decoders fail at about a thousand.
 MAX_DEPTH: Final = 100
-#: A message may quote a key of any length, and reaches logs, events and refusals.
+#: Characters of an error message. It may quote a key of any length, and is shown in logs, events and refusals.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: A string or a bracket. A string without an end reaches to the end of the text. Without backtracking, the time is linear in the length.
+#: A string or a bracket. An unterminated string extends to the end of the text. `*+` forbids backtracking, so the time is linear.
 _JSON_TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 #: Longer objects of the API server are parsed on a thread. Parsing this many bytes takes up to 20 ms.
 LONG_BYTES: Final = 1 << 16
@@ -42,7 +42,7 @@ def decode_json(text: bytes | str | msgspec.Raw) -> Any: ...
 @overload
 def decode_json(text: bytes | str | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_json(text: bytes | str | msgspec.Raw, kind: Any = Any) -> Any:
-    """Raises WrongStructure if the values do not match `kind`, UnreadableText if the text is not JSON."""
+    """Raises UnreadableText if the text is not JSON, WrongStructure if its values do not match `kind`."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
@@ -59,7 +59,8 @@ def convert(value: object, kind: type[T], *, strict: bool = True) -> T:
 
 
 def decode_yaml(text: bytes | str, *, max_bytes: int) -> list[Any]:
-    """All non-empty documents. Tries JSON first, which is also YAML and takes a hundredth of the time. Raises UnreadableText."""
+    """Returns the non-empty documents. Tries the JSON decoder first: JSON is also YAML, and this decoder takes a hundredth of the time.
+    Raises UnreadableText."""
     if len(text) > max_bytes:
         raise UnreadableText(f"it has more than {max_bytes} bytes")
     try:
@@ -104,10 +105,11 @@ def decode_stored(text: bytes | msgspec.Raw) -> Any: ...
 @overload
 def decode_stored(text: bytes | msgspec.Raw, kind: type[T]) -> T: ...
 def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
-    """Decodes an object that the API server stored, even if the decoder refuses a part of it: no user can hide an object by a fault in a
-    part that gpumgr does not need.
+    """Decodes an object that the API server stored, even if a part of it is not strict JSON. Otherwise a user could hide an object from
+    gpumgr by a fault in a part that gpumgr does not read.
 
-    Then values deeper than MAX_DEPTH, NaN and Infinity become null, and halves of surrogate pairs "?". Raises UnreadableText.
+    If the strict decoder fails, values deeper than MAX_DEPTH, NaN and Infinity become null, and halves of surrogate pairs become "?".
+    Raises UnreadableText.
     """
     try:
         return decode_json(text, kind)
@@ -128,12 +130,12 @@ def decode_stored(text: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def on_thread_if_long(parse: Callable[[msgspec.Raw], T], text: msgspec.Raw, long_bytes: int = LONG_BYTES) -> T:
-    """A text with more than `long_bytes` is parsed on a thread, because it would block the event loop for up to half a second."""
+    """Parses a text with more than `long_bytes` on a thread, because the longest texts would block the event loop for half a second."""
     return await asyncio.to_thread(parse, text) if memoryview(text).nbytes > long_bytes else parse(text)
 
 
 async def decode_answer(text: bytes, kind: type[T]) -> T:
-    """Like `decode_stored`, but repairs on a thread, because that takes long."""
+    """Like `decode_stored`, but if the strict decoder fails, the slow repair runs on a thread."""
     try:
         return decode_json(text, kind)
     except WrongStructure:

@@ -119,7 +119,7 @@ def _render_json(_: WrappedLogger, __: str, event: EventDict) -> str:
 
 
 def _render_entry(logger: WrappedLogger, name: str, event: EventDict) -> tuple[tuple[str, Sequence[Field]], dict[str, Any]]:
-    """The arguments of the logger's method as (args, kwargs), which structlog requires."""
+    """Returns the arguments for `_Lines.msg`, in the form (args, kwargs) that structlog requires."""
     fields = dict(event)
     line = _render_json(logger, name, event)
     return (line, entry_of(line, fields)), {}

@@ -1,4 +1,4 @@
-"""Processes of the host, by pid and start time, as /proc shows them. Needs the host's pid namespace. Source: proc(5)."""
+"""Processes of the host, by pid and start time, and their mounts, as /proc shows them. Needs the host's pid namespace. Source: proc(5)."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def first_stack(pid: int, root: Path = PROC) -> int | None:
 def environment(pid: int, root: Path = PROC) -> bytes:
     """The environment at the process's start, at most 1 MiB: `NAME=value` texts, separated by NULs. Empty if it can't be read.
 
-    The kernel reads it from the process's memory, so the process can change it and make this call hang.
+    The kernel reads the environment from the process's memory, so the process can change it, and can make this call hang.
     """
     try:
         descriptor = os.open(f"{root}/{pid}/environ", os.O_RDONLY | os.O_CLOEXEC)
@@ -76,7 +76,7 @@ def _stat(pid: int, root: Path) -> list[bytes]:
 
 
 def mount_tables(root: Path) -> Iterator[str]:
-    """Yields mountinfo once per mount namespace with a process (without CAP_SYS_PTRACE: per process). Blocks.
+    """Yields the text of mountinfo for each mount namespace that has a process (without CAP_SYS_PTRACE, for each process). Blocks.
 
     Raises OSError if a process is hidden from the agent; the error's `filename` is the unreadable file.
     """

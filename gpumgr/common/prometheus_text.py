@@ -48,6 +48,7 @@ class RenderedFamily(msgspec.Struct, frozen=True):
 def render(family: Family, series: Mapping[str, float]) -> RenderedFamily:
     """`series`: text of the labels (see `label_text`; "" = none) -> value."""
     name = family.name
+    # `+` makes 1 of True.
     lines = [f"{name}{{{labels}}} {+value}\n" if labels else f"{name} {+value}\n" for labels, value in series.items()]
     # Half a surrogate pair in a label must not make the page fail.
     return RenderedFamily(family, "".join(lines).encode("utf-8", "replace"))
@@ -60,7 +61,7 @@ def render_all(families: Mapping[Family, Mapping[tuple[str, ...], float]]) -> It
 
 
 def render_metric(metric: Metric) -> RenderedFamily:
-    """Renders a metric of prometheus_client without the start time of each counter, which process_start_time_seconds has."""
+    """Renders a metric of prometheus_client without the creation time of each counter: process_start_time_seconds is enough."""
     name = f"{metric.name}_total" if metric.type == "counter" else metric.name
     lines = [
         f"{s.name}{{{label_text(s.labels, s.labels.values())}}} {+s.value}\n" if s.labels else f"{s.name} {+s.value}\n"

@@ -73,8 +73,8 @@ class Journal:
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal accepted the entry: it may be overloaded, or the entry longer than a datagram (about 200 kB). Raises
-        nothing."""
+        """Returns whether the journal accepted the entry. The journal may be absent or overloaded, and an entry longer than a datagram
+        (about 200 kB). Raises nothing."""
         try:
             self._sender.sendto(encode(fields), self._path)
         except OSError:
@@ -89,7 +89,7 @@ _MICROSECONDS: Final = 1_000_000
 
 
 class Notifier:
-    """No call blocks or raises."""
+    """Sends notifications to the service manager. No call blocks or raises."""
 
     def __init__(self, environ: Mapping[str, str], *, pid: int | None = None) -> None:
         path = environ.get("NOTIFY_SOCKET", "")

@@ -1,6 +1,6 @@
 """gpumgr's units (cores, memory blocks), and the names of resources and annotations.
 
-Source of the numbers: gpu-manager's resources (100 cores per GPU, blocks of 256 MiB).
+The units are the ones of Tencent's gpu-manager, which gpumgr replaces: a GPU has 100 cores, and a block has 256 MiB.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ MEMORY_RESOURCE: Final = "tencent.com/vcuda-memory"
 CORE_LIMIT_ANNOTATION: Final = "tencent.com/vcuda-core-limit"
 #: A JSON object: container -> MiB of GPU memory that it may use while the GPU has memory that no container was granted.
 MEMORY_LIMIT_ANNOTATION: Final = "gpumgr.io/memory-limit"
-#: true: the agent moves the GPU memory of the pod's containers to the host, even if they are not idle. false: never.
+#: true: the agent moves the GPU memory of the pod's containers to the host, even if they are not idle. false: it moves the memory back, and
+#: does not suspend the containers when they are idle.
 SUSPEND_ANNOTATION: Final = "gpumgr.io/suspend"
 #: The idle time after which a container of the pod is suspended: `10m`, `90s`, `1h`, or `never`.
 SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
@@ -26,19 +27,21 @@ SUSPEND_WHEN_IDLE_ANNOTATION: Final = "gpumgr.io/suspend-when-idle"
 RESIZE_ANNOTATION: Final = "gpumgr.io/resize"
 RESIZED_ANNOTATION: Final = "gpumgr.io/resized"
 
-#: HAMi's resource, as the agent names it. The settings may name another one. One device id is one replica of a GPU.
+#: HAMi's resource for GPUs, as the agent names it. Its name at the kubelet is in hami.count_resource. HAMi offers each GPU several times:
+#: one device id is one such replica.
 REPLICA_RESOURCE: Final = "nvidia.com/gpu"
 
 #: gpumgr's driver for Dynamic Resource Allocation (DRA), in claims, ResourceSlices and the kubelet's folders.
 DRA_DRIVER: Final = "gpu.gpumgr.io"
 
-#: The agent's name for all resources of MIG devices. With mig_strategy mixed, the kubelet's resources are this name, "-" and a profile.
+#: The agent's name for all resources of MIG devices. With mig_strategy mixed, the kubelet has one resource for each profile: this name,
+#: "-", and the profile.
 MIG_RESOURCE: Final = "nvidia.com/mig"
 MIG_PREFIX: Final = f"{MIG_RESOURCE}-"
 
 #: The kind of resource of a device id, a request or a device plugin. Only a core or memory id represents a fixed amount.
 Resource = Literal["core", "memory", "replica", "mig"]
-#: The resources of a vcuda container.
+#: The resources of a vcuda container, which is one that requests tencent.com/vcuda-core.
 RESOURCES: Final[tuple[Resource, Resource]] = ("core", "memory")
 ALL_RESOURCES: Final[tuple[Resource, ...]] = (*RESOURCES, "replica", "mig")
 RESOURCE_NAMES: Final[dict[Resource, str]] = {
@@ -53,7 +56,7 @@ VCUDA_NAMES: Final = (CORE_RESOURCE, MEMORY_RESOURCE)
 
 #: The name of a GPU in device ids: the first 8 or more hex digits of its UUID.
 GpuName = str
-#: (pid, start time in clock ticks since boot), which is never used again.
+#: (pid, start time in clock ticks since boot). No other process ever has the same pair.
 Process = tuple[int, int]
 
 
@@ -75,10 +78,12 @@ class Amounts(msgspec.Struct, frozen=True):
         return Amounts(self.cores - other.cores, memory, self.replicas - other.replicas, self.slices & ~other.slices)
 
     def most(self, other: "Amounts") -> "Amounts":
+        """The larger amount of each kind."""
         memory = max(self.memory_mebibytes, other.memory_mebibytes)
         return Amounts(max(self.cores, other.cores), memory, max(self.replicas, other.replicas), self.slices | other.slices)
 
     def beyond(self, other: "Amounts") -> "Amounts":
+        """By how much cores and memory exceed `other`."""
         return Amounts(max(0, self.cores - other.cores), max(0, self.memory_mebibytes - other.memory_mebibytes))
 
     def __str__(self) -> str:
@@ -90,12 +95,13 @@ class Amounts(msgspec.Struct, frozen=True):
 
 
 def inner_name(resource: str, names: Mapping[str, str]) -> str:
-    """`names`: the kubelet's name -> the agent's, if they differ."""
+    """The agent's name of a resource of the kubelet. `names`: the kubelet's name -> the agent's, if they differ."""
     return MIG_RESOURCE if resource.startswith(MIG_PREFIX) else names.get(resource, resource)
 
 
 def other_resource(resource: Resource) -> Resource:
-    """Memory for core, core for memory. Replicas and MIG devices need only one call of Allocate: `resource` itself."""
+    """The kubelet calls Allocate once for cores and once for memory: returns the resource of the other call. Replicas and MIG devices have
+    only one call, so `resource` itself is returned."""
     return _OTHER[resource]
 
 
@@ -105,6 +111,7 @@ def blocks_of(memory_bytes: int) -> int:
 
 
 def ratio(value: float | None) -> float | None:
+    """Limits a value to 0..1."""
     return None if value is None else min(1.0, max(0.0, value))
 
 

@@ -1,7 +1,7 @@
 """Makes and removes the file of a unix socket that a server listens on.
 
-Invariants: only sockets are replaced, and a socket with a listener only at the caller's request. A file that another process has put in its
-place is not removed. Clients can't connect before the file has the wanted mode.
+Invariants: only sockets are replaced, and a socket with a listener only at the caller's request. A file that another process has put in the
+socket's place is not removed. Clients can't connect before the file has the wanted mode.
 """
 
 import errno
@@ -16,7 +16,7 @@ MAX_PATH_BYTES: Final = 107
 
 
 def path_problem(path: Path) -> str | None:
-    """Why no socket can have this path, as the end of a sentence; None if one can."""
+    """Why a socket can't have this path, as the end of a sentence. None if it can."""
     size = len(os.fsencode(path))
     return None if size <= MAX_PATH_BYTES else f"the path has {size} bytes and a unix socket allows {MAX_PATH_BYTES}"
 
@@ -65,7 +65,7 @@ class UnixSocket:
 
 
 def is_served(path: Path) -> bool:
-    """Does not block. Raises OSError if it can't be determined."""
+    """Whether a process listens at the path. Does not block. Raises OSError if that can't be determined."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

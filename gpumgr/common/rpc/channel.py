@@ -16,7 +16,7 @@ from gpumgr.common.rpc.grpclib_private import OpenChannel
 
 Reply = TypeVar("Reply")
 
-#: What a call raises if the peer is unavailable, disconnects, hangs or refuses. A timeout is an OSError.
+#: The errors of a call if the peer is unavailable, disconnects, hangs or refuses. A TimeoutError is an OSError.
 CALL_FAILURES: Final = (GRPCError, StreamTerminatedError, ProtocolError, OSError)
 
 
@@ -35,8 +35,8 @@ class WireCodec(CodecBase):
 class PeerConnection(H2Protocol):
     """A client's or server's connection to a peer that may send anything.
 
-    grpclib raises an error for each unknown h2 event, but frames of an unknown type must be ignored (RFC 9113, section 5.5). For unreadable
-    data h2 and grpclib raise errors of many types, which here close the connection.
+    Frames of an unknown type must be ignored (RFC 9113, section 5.5), but grpclib raises an error for the h2 event of such a frame. For
+    unreadable data, h2 and grpclib raise errors of many types. Here each of them closes the connection.
     """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -16,6 +16,8 @@ ServerStream: TypeAlias = Stream[Any, Any]
 
 
 class OpenServer(Server):
+    """grpclib's server, with public access to what gpumgr needs of its private parts."""
+
     @property
     def methods(self) -> dict[str, Method]:
         """Path -> method."""
@@ -43,9 +45,11 @@ class OpenServer(Server):
 
 
 class OpenChannel(Channel):
+    """grpclib's client, with public access to what gpumgr needs of its private parts."""
+
     @property
     def authority(self) -> str:
-        """The same header `:authority` as the kubelet's. grpclib would send "127.0.0.1:50051" for a unix socket."""
+        """The header `:authority`, with the value that the kubelet also sends. grpclib would send "127.0.0.1:50051" for a unix socket."""
         return "localhost"
 
     def connection(self, made: H2Protocol) -> H2Protocol:
@@ -68,7 +72,7 @@ def h2_of(connection: Connection) -> H2Connection:
 
 
 def replace_flush(connection: Connection, flush: Callable[[], None]) -> Callable[[], None]:
-    """Returns grpclib's function, which sends what h2 has to send."""
+    """Replaces the function that sends the output of h2. Returns grpclib's function."""
     original = connection.flush
     connection.flush = flush  # type: ignore[method-assign]
     return original

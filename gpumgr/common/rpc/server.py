@@ -40,7 +40,7 @@ class DrainingServer(OpenServer):
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
         """Create it inside a running event loop. Each of `services` has grpclib's method `__mapping__`. `end_streams` ends their streaming
-        calls. After `flush_seconds` a client that does not read is aborted."""
+        calls. At the end, a client that does not read is disconnected after `flush_seconds`."""
         super().__init__(services, codec=WireCodec(), config=config)
         self.end_streams, self._flush_seconds = end_streams, flush_seconds
         self.connections: set[ServedConnection] = set()
@@ -54,7 +54,8 @@ class DrainingServer(OpenServer):
 
     @property
     def open_streams(self) -> int:
-        # An ended call stays in the set until the event loop's next step. If it counted, `wait_streams` in a `while` would never yield.
+        # An ended call stays in the set until the event loop's next step. If ended calls counted, a loop that awaits `wait_streams` while
+        # streams are open would never let the event loop take this step.
         return sum(not call.done() for call in self._stream_calls)
 
     @property
@@ -74,7 +75,8 @@ class DrainingServer(OpenServer):
             earlier.close()
 
     async def wait_idle(self, timeout_seconds: float) -> None:
-        """Waits until the server is `idle`. The kubelet calls GetPreferredAllocation and Allocate about a millisecond apart."""
+        """Waits until the server is `idle`. The kubelet calls GetPreferredAllocation, and about a millisecond later Allocate: a server that
+        ends between these calls would fail the second one."""
         await asyncio.sleep(0)  # calls that have just arrived begin in this step of the event loop
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -109,8 +111,8 @@ class DrainingServer(OpenServer):
     async def close_now(self) -> None:
         """Ends every connection and cancels running calls. Clients close their connections once they have read everything.
 
-        A client that does not close is disconnected after `_CLOSE_SECONDS`. A transport that its client does not read stays open, so it is
-        aborted `flush_seconds` later.
+        A client that does not close its connection is disconnected after `_CLOSE_SECONDS`. If the client does not read either, the
+        connection stays open because of unsent data, and is aborted `flush_seconds` later.
         """
         self.draining = True
         if self.listener is None:
@@ -140,7 +142,7 @@ class DrainingServer(OpenServer):
         return ServedConnection(self, made, made.h2_config)
 
     def _counted(self, method: Method) -> Method:
-        """The same method, which records the task of each running call."""
+        """Wraps a method so that the task of each running call is recorded."""
         streaming = method.cardinality is Cardinality.UNARY_STREAM
         calls = self._stream_calls if streaming else self._unary_calls
 
@@ -158,7 +160,7 @@ class DrainingServer(OpenServer):
 
 
 async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None:
-    """Waits until all `calls` have ended, also later ones."""
+    """Waits until all `calls` have ended, also calls that are added in the meantime."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     while (running := {call for call in calls if not call.done()}) and (left := deadline - loop.time()) > 0:
@@ -166,8 +168,8 @@ async def _settle(calls: set[asyncio.Task[Any]], timeout_seconds: float) -> None
 
 
 class ServedConnection(PeerConnection):
-    """grpclib writes headers, message and trailers of an answer one after the other. Here one write sends all that a step of the event loop
-    has produced, which saves most system calls."""
+    """Sends all output of one step of the event loop in one write. grpclib would write headers, message and trailers of each answer
+    with a system call of its own."""
 
     def __init__(self, server: DrainingServer, made: H2Protocol, h2_config: H2Configuration) -> None:
         super().__init__(made.handler, made.config, h2_config)

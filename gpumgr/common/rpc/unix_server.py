@@ -105,8 +105,8 @@ class UnixServer(DrainingServer):
         return self._socket.in_place
 
     async def listen(self) -> None:
-        """Binds the path and listens. A further call makes a new socket file; connections and calls stay. Replaces any socket, but no other
-        file.
+        """Binds the path and listens. A socket file at the path is replaced, but no other file. A further call makes a new socket file, and
+        existing connections and calls continue.
 
         Raises KubeletError if the path is too long or can't be bound.
         """

@@ -100,8 +100,8 @@ def spans(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict[int, int]:
-    """Reads the message at start..end in one pass; errors count bytes from its start. Appends the strings of the fields in `texts` (number
-    -> list).
+    """Reads the message at start..end in one pass. `texts`: number of a string field -> the list to which its strings are appended. Errors
+    give byte offsets from the message's start.
 
     Returns the varint fields by number; the last one counts, as in protobuf. Other fields are skipped. Raises WireError.
     """
@@ -109,7 +109,7 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
         data, start, end = data[start:end], 0, end - start
     numbers: dict[int, int] = {}
     wanted = {number << 3 | BYTES: found.append for number, found in texts.items()}
-    # Slices of one decoded string are faster. Strings that are not ASCII are decoded again at the end.
+    # One decoding of the whole message is faster than one for each string. Strings that are not ASCII are decoded again at the end.
     latin_1 = data.decode("latin-1")
     at = start
     while at < end:
@@ -144,8 +144,8 @@ def scan(data: bytes, start: int, end: int, texts: dict[int, list[str]]) -> dict
 
 def texts(data: bytes, start: int, end: int) -> list[str]:
     """The strings of field 1; other fields are skipped. Raises WireError."""
-    # Nearly every message has only short strings, which the C code of `re` and `join` reads. `scan` reads the message if these strings,
-    # encoded again, are not the whole message.
+    # Nearly every message has only short ASCII strings, and for these `re` and `join`, which are C code, are faster than `scan`. If the
+    # found strings, encoded again, differ from the message, `scan` reads it.
     ascii_text = data[start:end].decode("latin-1")
     found: list[str] = _SHORT_TEXTS.findall(ascii_text)
     if ascii_text.isascii() and "".join([_HEADS[len(each)] + each for each in found]) == ascii_text:
