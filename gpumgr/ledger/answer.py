@@ -1,7 +1,7 @@
 """The response to Allocate: devices, environment, mounts and annotations of one container.
 
-It depends on the allocation and the host, not on the pod. As in gpu-manager, the response to the core call has everything but the
-annotation `tencent.com/vcuda-memory`.
+It depends on the allocation and the host, not on the pod. As in gpu-manager, the response for `tencent.com/vcuda-core` has everything, and
+the one for `tencent.com/vcuda-memory` has only an annotation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ class DeviceNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name". If two resources of a
-    container set one key, the kubelet uses the first response."""
+    """What the kubelet adds to one container for one resource; `cdi_devices` are names like "vendor/class=name". If the responses for two
+    resources of a container have the same key, the kubelet uses the first one."""
 
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -53,9 +53,8 @@ def merged(first: ContainerResponse, *others: ContainerResponse) -> ContainerRes
 
 
 LIBRARY_PATH = "/usr/local/nvidia"
-#: Where glibc finds libraries in every image, even without LD_LIBRARY_PATH and ld.so.cache: subfolders, which images normally do not
-#: have, of the library folders. glibc 2.33 and later look into `glibc-hwcaps`, glibc before 2.37 into `tls`. For x86-64. Source: ld.so(8),
-#: "Hardware capabilities".
+#: In these folders glibc finds libraries in every image for x86-64, even without LD_LIBRARY_PATH and ld.so.cache. Images normally do not
+#: have them. glibc 2.33 and later look into `glibc-hwcaps`, glibc before 2.37 into `tls`. Source: ld.so(8), "Hardware capabilities".
 LOADER_PATHS = tuple(
     f"/usr/{folder}/{below}" for below in ("glibc-hwcaps/x86-64-v2", "tls") for folder in ("lib/x86_64-linux-gnu", "lib64")
 )
@@ -78,8 +77,8 @@ NO_DEVICES = "void"
 
 
 class DriverAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How containers get the driver's files. `mounted`: from the host; otherwise NVIDIA's container toolkit adds them. `toolkit`: NVIDIA's
-    container runtime may be configured on this node. `why`: a clause for messages."""
+    """How containers get the driver's files. `mounted`: gpumgr mounts them from the host; otherwise NVIDIA's container toolkit adds them.
+    `toolkit`: NVIDIA's container runtime may be configured on this node. `why`: a clause for messages."""
 
     mounted: bool = True
     toolkit: bool = False
@@ -141,8 +140,8 @@ def core_answer(allocation: Allocation, gpus: Mapping[GpuName, GrantedGpu], host
 
 
 def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]:
-    """vcuda's library replaces the driver's, so vcuda always needs the driver's files. The host's folder is a symbolic link: at
-    each start the container gets the files of the driver that is loaded then."""
+    """vcuda's library replaces the driver's, so vcuda always needs the driver's files. The host's folder is a symbolic link, so
+    the container gets at each start the files of the driver that is loaded then."""
     by_vcuda = VCUDA in allocation.mechanisms
     folder = host.share_driver_dir if by_vcuda else host.whole_driver_dir
     if not folder or not (by_vcuda or host.driver_access().mounted):
@@ -157,8 +156,8 @@ def _driver_mounts(allocation: Allocation, host: HostPaths) -> tuple[Mount, ...]
 
 def _driver_variables(allocation: Allocation, host: HostPaths, devices: Sequence[str], *, mounted: bool) -> Mapping[str, str]:
     """`devices`: UUIDs of GPUs or MIG devices. `mounted`: the driver's files are mounted. LD_LIBRARY_PATH is set for vcuda, so that its
-    library is found first, and where glibc does not search LOADER_PATHS. NVIDIA_VISIBLE_DEVICES keeps NVIDIA's toolkit from adding mounted
-    files again."""
+    library is found first, and on machines on which glibc does not search LOADER_PATHS. NVIDIA_VISIBLE_DEVICES=void keeps NVIDIA's toolkit
+    from adding mounted files again."""
     named = mounted and (VCUDA in allocation.mechanisms or host.machine != "x86_64")
     path = {"LD_LIBRARY_PATH": f"{LIBRARY_PATH}/lib64"} if named else {}
     hidden = mounted and host.driver_access().toolkit

@@ -55,8 +55,8 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
     def missing_bytes(self, need_bytes: int, guaranteed_bytes: int, reach_bytes: int = 0) -> int:
         """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing.
 
-        Two conditions: `need_bytes` are free; and `guaranteed_bytes` are free beside what `containers` may still take, which is
-        `unused_bytes` plus `reach_bytes` (what their limits in force allow beyond that). The two amounts differ on an oversubscribed GPU:
+        `need_bytes` must be free. And `guaranteed_bytes` must be free beside the memory that `containers` may still take: `unused_bytes`,
+        and the `reach_bytes` that their limits in force allow beyond their grants. `guaranteed_bytes` is less on an oversubscribed GPU:
         only what the ledger counts is guaranteed, and the container that takes the rest first gets it.
 
         While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused.

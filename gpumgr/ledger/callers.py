@@ -20,9 +20,9 @@ FindPod = Callable[[PodKey], PodView | None]
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The container for which the kubelet calls; None: not known. `unconfirmed`: `List` did not show the pod, but no other known pod waits
-    for such ids. `continues`: an allocation with only the other resource and no container's name, which this call completes by the order of
-    calls."""
+    """What is known of the container for which the kubelet calls; None: not known. `unconfirmed`: `List` did not show the pod, but no other
+    known pod waits for these ids. `continues`: an allocation that has ids of only one vcuda resource and no container's name. By the order
+    of calls, this call is for its other resource."""
 
     pod: PodKey | None = None
     view: PodView | None = None
@@ -58,8 +58,8 @@ UNKNOWN_CALLER = Caller()
 
 
 def next_container(ledger: Ledger, view: PodView) -> ContainerSpec | None:
-    """The first container, in the kubelet's order, that lacks a resource that it requests. Containers before the last one that holds ids
-    have all theirs, because the kubelet goes in order."""
+    """The pod's first container that lacks ids of a resource that it requests. The kubelet allocates in the order of the containers: if a
+    container holds ids, all containers before it have theirs."""
     mine = ledger.of(view.key, view.uid)
     holders = {a.container for a in mine}
     reached = max((n for n, spec in enumerate(view.containers) if spec.name in holders), default=0)
@@ -84,8 +84,8 @@ def waits_for(ledger: Ledger, view: PodView, resource: Resource, size: int) -> C
 def find_caller(
     ledger: Ledger, listing: Listing, find_pod: FindPod, resource: Resource, size: int, seen: Mapping[PodKey, int]
 ) -> Caller | None:
-    """The container of a listed pod that waits for these ids; preferably one that has ids of the other resource, else of the newest pod.
-    `seen` numbers the pods in the order in which they were first listed."""
+    """The container of a listed pod that waits for these ids; preferably one that already has ids of the other vcuda resource, else the one
+    of the newest pod. `seen` numbers the pods in the order in which they were first listed."""
     candidates: list[tuple[bool, int, float, PodKey, Caller]] = []
     for pod in listing.pods:
         view = find_pod(pod)
@@ -110,8 +110,8 @@ def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | Non
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:
-    """Records unnamed allocations with these ids as an init container's of this pod: the kubelet passes on only ids of init containers, and
-    only while it admits their pod (devicemanager: devicesToReuse)."""
+    """The ledger in which allocations with these ids and without a container's name belong to init containers of this pod: the kubelet
+    passes on only ids of init containers, and only while it admits their pod (devicemanager: devicesToReuse)."""
     for a in ledger.holders(resource, masks):
         if pod is not None and a.pod in (None, pod) and a.container is None and not a.init:
             ledger = ledger.occupy(replace(a, pod=pod, init=True))

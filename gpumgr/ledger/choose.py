@@ -1,5 +1,5 @@
-"""GetPreferredAllocation: selects GPUs for both resources of the container and for the pod's later containers that must use the same ids,
-and ids on them for the requested resource."""
+"""GetPreferredAllocation: selects GPUs on which both resources of the container fit, and the pod's later containers that must use the same
+ids. Then picks ids of the requested resource on these GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -41,8 +41,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Room(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the caller can be placed. `free`: ids that are free for it. `blocked`: its keys are the GPUs on which other pods hold ids.
-    `pinned`: GPUs that the result must contain."""
+    """Where the caller can be placed. `free`: ids that are free for it. `blocked`: its keys are the GPUs with held ids that the caller does
+    not take over. `pinned`: GPUs that the result must contain."""
 
     free: Mapping[Resource, Masks]
     blocked: Masks
@@ -82,7 +82,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
 
 
 def _with_later_replicas(ledger: Ledger, caller: Caller) -> Ledger:
-    """The ledger as if the pod's later containers used the replicas that the kubelet gives them, an init container's."""
+    """The ledger as if the pod's later containers already had the init containers' replicas, which the kubelet will give them."""
     later = [spec.replicas for spec in caller.chain[1:] if spec.replicas is not None]
     reusable = ledger.reusable("replica", caller.pod, caller.uid) if later else NO_IDS
     registered = [ledger.gpu_registry.by_name[gpu] for gpu in reusable]
@@ -93,7 +93,8 @@ def _with_later_replicas(ledger: Ledger, caller: Caller) -> Ledger:
 
 
 def open_allocation(ledger: Ledger, caller: Caller, other: Resource) -> Allocation | None:
-    """The caller's allocation that has only ids of `other`; without a spec the one that the caller `continues`."""
+    """The caller's allocation that has ids of `other`, but not yet of the requested resource. Without a spec: the one that it
+    `continues`."""
     resource = other_resource(other)
     found = [a for a in ledger.allocations.values() if a.id == caller.continues or (caller.spec is not None and caller.owns(a))]
     return next((a for a in reversed(found) if a.held(other) and not a.held(resource)), None)
@@ -116,7 +117,7 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
 
 
 def _reused_gpus(caller: Caller, other: Resource, spare: Masks, own: Allocation | None) -> frozenset[GpuName]:
-    """The GPUs of the other resource, if the container takes over an init container's ids of it."""
+    """The GPUs on which the container takes over an init container's ids of `other`; empty if it takes over none."""
     if own is not None or caller.spec is None or not caller.spec.wants(other):
         return frozenset()
     most = sorted(spare, key=lambda gpu: (-spare[gpu].bit_count(), gpu))
@@ -138,11 +139,11 @@ def _needs(caller: Caller, request: Request, own: Allocation | None, *, alone: b
 
 def _capacities(node: NodeView, ledger: Ledger, room: _Room) -> list[GpuCapacity]:
     held_cores, held_blocks = ledger.held("core"), ledger.held("memory")
-    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # by other pods
+    taken_whole = ledger.exclusive.keys() & room.blocked.keys()  # by other containers
     result = []
     for row, gpu in sorted(node.gpu_of_row.items()):
         core_mask, block_mask = room.free["core"].get(gpu, 0), room.free["memory"].get(gpu, 0)
-        # The kubelet also offers ids of amounts that allocations without ids hold. So the amounts left limit the number of ids.
+        # Allocations without ids hold amounts, but the kubelet still offers all ids. So the amounts left limit the number of ids.
         cores = CORES_PER_GPU - ledger.by_amount.get(gpu, Amounts()).cores - (held_cores.get(gpu, 0) & ~core_mask).bit_count()
         left = blocks_with_ids(node, ledger, gpu) if gpu in ledger.gpu_registry.by_name else 0
         blocks = left - (held_blocks.get(gpu, 0) & ~block_mask).bit_count()
@@ -191,7 +192,7 @@ def _place(
 
 
 def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
-    """`size` ids, spread evenly over `most_gpus` of these GPUs; the others are for later containers."""
+    """The ids that the call requests, spread evenly over `most_gpus` of these GPUs; the other GPUs are for later containers."""
     order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -208,8 +209,8 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
-    """Memory ids for a container without a spec: on the GPU with the most free cores, so that its cores fit, too; else on the entirely free
-    GPUs."""
+    """Memory ids for a container without a known spec. They are on the GPU with the most free cores, where its cores most likely fit; if
+    the memory fits on no single GPU, on the entirely free GPUs."""
     capacities = _capacities(node, ledger, room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)

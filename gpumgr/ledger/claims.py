@@ -1,7 +1,7 @@
 """Grants a ResourceClaim (DRA): kube-scheduler has chosen GPUs and amounts, and the claim's status names them.
 
 Each request of a claim gets one allocation, because a container's limits apply to all GPUs of a request together. The amounts are checked
-again: kube-scheduler has granted a device to two claims (kubernetes PR 136269), and a claim's status can be forged.
+again: a bug in kube-scheduler granted a device to two claims (kubernetes PR 136269), and a claim's status can be forged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -72,8 +72,8 @@ def grant_claim(
     terms: Callable[[PodView | None, bool], EnforcementTerms],
     now: float,
 ) -> Sequence[Allocation]:
-    """The claim's allocations, for `ledger.occupy`. `terms` gets a pod that uses the request (None: not known) and whether the request is a
-    share. Raises Refusal."""
+    """The claim's allocations, for `ledger.occupy`. `terms` returns how the users of a request are limited. Its arguments: a pod that uses
+    the request (None: not known), and whether the request is a share. Raises Refusal."""
     after, granted = ledger, list[Allocation]()
     for request in dict.fromkeys(share.request for share in claim.shares):
         shares = [share for share in claim.shares if share.request == request]

@@ -1,5 +1,5 @@
-"""Restricts a pod to the GPUs that its annotations demand. The agent does this itself, because the pod's scheduler may not have read them.
-Pure."""
+"""Restricts a pod to the GPUs that its annotations demand. The agent does this itself, because the pod's scheduler may not know these
+annotations. Pure."""
 
 from collections.abc import Callable, Collection, Iterable
 

@@ -1,8 +1,10 @@
 """Shares of GPUs, and how they are limited. Pure.
 
-hard: the driver or the MPS daemon enforces the limit for all processes of the container together, and a container that does not run as root
-can't exceed it. soft: a library enforces the limit, or it applies to each process separately, so a program can exceed or bypass it; gpumgr
-reports that. none: no limit.
+A limit has one of these strengths:
+* hard: the driver or the MPS daemon enforces the limit for all processes of the container together. Only a container that runs as root can
+  exceed it.
+* soft: a library enforces the limit, or the limit applies to each process separately. A program can get around it; gpumgr reports that.
+* none: there is no limit.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -101,9 +103,9 @@ class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU of a share: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`. The kubelet asks for them in two calls, and
-    each is 0 until its call. `burst_bytes`: how much more memory it may use now (a burst, or memory that suspended containers lend).
-    `bus_id` and `total_bytes` are None while the driver does not show the GPU."""
+    """One GPU of a share: `cores` in percent of the GPU, `memory_bytes` of its `total_bytes`. The kubelet allocates cores and memory in two
+    calls, and each is 0 until its call. `burst_bytes`: how much more memory the container may use now (a burst, or memory that suspended
+    containers lend). `bus_id` and `total_bytes` are None while the driver does not list the GPU."""
 
     name: GpuName
     uuid: str
@@ -119,7 +121,7 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def core_percent(self) -> int:
-        """100 is no limit. A container of `nvidia.com/gpu` may have memory without cores."""
+        """The limit of cores. 100 is no limit: a container of `nvidia.com/gpu` may request memory without cores."""
         return self.cores or CORES_PER_GPU
 
     @property
@@ -130,8 +132,8 @@ class SharedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class GpuShare(msgspec.Struct, frozen=True, kw_only=True):
     """A container that has a part of at least one GPU, with its limits; enforcement backends know nothing else of its request.
 
-    `gpus` are in the order of their PCI bus ids: CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. The pod's name and UIDs may be missing or
-    guessed until the container starts.
+    `gpus` are in the order of their PCI bus ids, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID. The pod's name and UIDs may be
+    missing or guessed until the container starts.
     """
 
     allocation: AllocationId

@@ -5,9 +5,9 @@ Rules:
 * Whole GPUs are granted with all their cores; no other pod holds anything on them.
 * Ids of the pod's own init containers may be taken over in any combination. The container is then granted as many of the pod's GPUs as it
   requests, at least one.
-* New ids of a container that a scheduler placed lie on the GPUs that the scheduler named.
 * Any other id that an allocation holds is refused: the kubelet can hand out an id twice (kubernetes devicemanager, UpdateAllocatedDevices
   while an Allocate is in flight).
+* If a scheduler placed the container, its new ids must lie on the GPUs that the scheduler named.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -140,7 +140,7 @@ def _refuse_parts_of_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        # Containers of the same pod pass cores on; a sidecar or an app container with replicas runs beside this one.
+        # The pod's containers pass core and memory ids on. But a sidecar or app container with replicas runs beside this one.
         others = [a for a in ledger.on(gpu) if a is not own and not (a.of_pod(caller.pod, caller.uid) and (a.init or a.by_ids))]
         if others:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")

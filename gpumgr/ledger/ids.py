@@ -3,7 +3,7 @@
 A core id is `<gpu>-c<00..99>`, a memory id `<gpu>-m<block>`; `<gpu>` is the beginning of the GPU's UUID. A replica, an id of
 `nvidia.com/gpu`, is `<UUID>-<number>`, as in HAMi. The id of a MIG device is its UUID.
 
-`Masks` are a set of ids of one resource: in each GPU's integer, bit n is core, block, replica or MIG device n.
+`Masks` are a set of ids of one resource: GPU -> an integer, in which bit n is core, memory block, replica or MIG device n.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ class RegisteredInstance(msgspec.Struct, frozen=True):
 
 class RegisteredGpu(msgspec.Struct, frozen=True, dict=True):
     """A GPU that this node has offered. Its name, its UUID and the positions in `instances` never change; memory and replicas never
-    decrease. Ids that are gone turn Unhealthy, and vanish only with the GPU."""
+    decrease. If memory or a MIG device disappears, its ids turn Unhealthy; ids vanish only with the GPU."""
 
     name: GpuName
     uuid: str
@@ -132,10 +132,10 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
     def ids(self) -> Mapping[Resource, Mapping[GpuName, tuple[str, ...]]]:
         """An id's position is the number of its core, block, replica or MIG device."""
         return {
-            "core": {c.name: tuple(f"{c.name}-c{n:02d}" for n in range(CORES_PER_GPU)) for c in self.gpus},
-            "memory": {c.name: tuple(f"{c.name}-m{n}" for n in range(c.memory_blocks)) for c in self.gpus},
-            "replica": {c.name: tuple(f"{c.uuid}-{n}" for n in range(c.replicas)) for c in self.gpus},
-            "mig": {c.name: tuple(each.uuid for each in c.instances) for c in self.gpus},
+            "core": {gpu.name: tuple(f"{gpu.name}-c{n:02d}" for n in range(CORES_PER_GPU)) for gpu in self.gpus},
+            "memory": {gpu.name: tuple(f"{gpu.name}-m{n}" for n in range(gpu.memory_blocks)) for gpu in self.gpus},
+            "replica": {gpu.name: tuple(f"{gpu.uuid}-{n}" for n in range(gpu.replicas)) for gpu in self.gpus},
+            "mig": {gpu.name: tuple(each.uuid for each in gpu.instances) for gpu in self.gpus},
         }
 
     @cached_property
@@ -172,7 +172,7 @@ class GpuRegistry(msgspec.Struct, frozen=True, dict=True):
         self, uuid: str, memory_mebibytes: int, replicas: int = 0, instances: Iterable[RegisteredInstance] = ()
     ) -> "GpuRegistry":
         """The registry with this GPU. Memory and replicas of a known GPU never decrease, and it keeps its MIG devices. The driver derives a
-        MIG device's UUID from its place, so a UUID can have another profile later."""
+        MIG device's UUID from its place, so a later device with another profile can have the same UUID."""
         known = self.by_uuid.get(uuid)
         if known is None:
             new = RegisteredGpu(gpu_name(uuid, self.by_name), uuid, memory_mebibytes, replicas, tuple(instances))

@@ -1,7 +1,7 @@
-"""MIG devices: which existing ones are offered and granted, and the places of MIG devices that are created for a container. Pure.
+"""MIG devices: which existing ones are offered and granted, and where (on which memory slices) new ones are created for a container. Pure.
 
 A MIG device belongs to one pod. It limits its container, so nothing else is enforced. A container that requests `nvidia.com/gpu` on GPUs
-with MIG profiles gets MIG devices at places that are chosen here.
+with MIG profiles gets MIG devices that are created for it.
 """
 
 import re
@@ -58,7 +58,7 @@ def _registered(instance: MigInstance) -> RegisteredInstance:
 
 
 def choose_instances(ledger: Ledger, request: Request) -> Choice:
-    """The free MIG devices in the order of the GPUs. Raises Refusal."""
+    """Chooses free MIG devices, in the order of the GPUs. Raises Refusal."""
     free = request.free(ledger)
     chosen, missing = dict(request.must), request.size - count(request.must)
     for gpu in ledger.gpu_registry.gpus:
@@ -113,8 +113,8 @@ def instance_amounts(gpu_registry: GpuRegistry, masks: Masks) -> Mapping[GpuName
 def obstacle_to_devices(
     node: NodeView, ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, follow: Sequence[ReplicaRequest]
 ) -> str | None:
-    """Why no MIG device on this GPU can serve all of `follow`: the requests of the container, and of later containers that take over its
-    replica. `mask`: the replicas that the container itself takes over."""
+    """Why no MIG device on this GPU can serve all requests in `follow`; None: one can. `follow`: the container's request, and the requests
+    of the later containers that take over its replica. `mask`: the replicas that the container itself takes over."""
     profiles, taken = node.mig_profiles[gpu], ledger.used(gpu).slices
     if _left(ledger, caller, gpu, mask, profiles, follow) or find_place(profiles, taken, *follow) is not None:
         return None
@@ -125,8 +125,8 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each replica: at the scheduler's place, or an init container's that is large enough, or a new one at the
-    first free place. Raises Refusal."""
+    """Chooses a MIG device for each replica: an init container's that serves all of `follow`, else a new one at the first free place. If
+    the scheduler named a place, only a MIG device at that place is chosen. Raises Refusal."""
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():
@@ -155,8 +155,9 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    left_by = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
-    devices = [each for a in left_by if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
+    """The MIG devices that init containers leave with the replicas in `mask`, and that serve all of `follow`."""
+    inits = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
+    devices = [each for a in inits if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]
 
 

@@ -1,19 +1,19 @@
-"""The ledger of allocations, an immutable value: every change makes a new ledger, which is persisted before it is applied.
+"""The ledger records what each container holds of the node's GPUs (its allocation). It is an immutable value: every change makes a new one.
 
-The ledger counts amounts per GPU. A container with `tencent.com` resources also holds device ids from the kubelet, each for a fixed amount.
-A container with `nvidia.com/gpu` holds replicas, an allocation of a ResourceClaim (DRA) no ids; both count with the amounts on record.
+The ledger counts amounts per GPU. A container with `tencent.com` resources holds device ids from the kubelet, each for a fixed amount. A
+container with `nvidia.com/gpu` holds replicas, which are ids without a fixed amount. An allocation of a ResourceClaim (DRA) has no ids.
+These two count with the amounts that the allocation records.
 
 Invariants (checked by `Ledger.violations`):
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
-2. A GPU that is granted whole has no holder of another pod.
+2. A GPU that is granted whole has no allocation of another pod, except one with admin access (`ClaimRequest.admin`).
 3. Ids belong to registered GPUs and lie within their capacity.
 4. An allocation was granted at least one GPU.
-5. An allocation with admin access (ClaimRequest) may be on a GPU that another pod has whole.
-6. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
-7. MIG devices that were created for two pods never have a memory slice of a GPU in common.
+5. The amounts in force on a GPU never exceed 100 cores and the GPU's memory. Ids that several containers of one pod hold count once.
+6. MIG devices that were created for two pods never have a memory slice of a GPU in common.
 
-A resize changes how much a container may use; its grant stays. If it may use more than its ids, free ids of the GPU turn Unhealthy. If it
-may use less, resizes and bursts of other containers may use the difference, but no new container gets it.
+A resize changes how much a container may use; its grant stays. If the container may use more than its ids, free ids of the GPU turn
+Unhealthy. If it may use less, resizes and bursts of other containers may use the difference, but no new container gets it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import ALL_CORES, NO_IDS, GpuRegistry, Masks, RegisteredGpu, common, count, minus, union
 from gpumgr.placement.pods import PodKey, ResizeRequest
 
-#: Random, or a hash of a claim's shares, so the same claim gets it again. Host folders have this name, which is unique and does not reveal
-#: the pod.
+#: Random; for a ResourceClaim a hash of its shares, so that it gets the same id again. The container's folders on the host have this name,
+#: which is unique and does not reveal the pod.
 AllocationId = str
 
 
@@ -45,7 +45,7 @@ class ClaimRef(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
     """The request of a ResourceClaim that an allocation serves. `share_ids`: GPU -> the UUID of the claim's share (None: not a shared
-    device). `admin`: with admin access (KEP-5018); it counts as nothing and is never limited."""
+    device). `admin`: with admin access (KEP-5018); the allocation then counts as nothing and is never limited."""
 
     request: str
     share_ids: Mapping[GpuName, str | None] = msgspec.field(default_factory=dict)
@@ -53,8 +53,8 @@ class ClaimRequest(ClaimRef, frozen=True, kw_only=True):
 
 
 class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A MIG device that is created for one container. `memory_slices`: slice n as bit n; 0: not known. The UUID is empty, and the driver's
-    ids are -1, until it exists."""
+    """A MIG device that is created for one container. `memory_slices`: slice n as bit n; 0: not known. Until the device exists, the UUID is
+    empty, and the ids of the GPU instance and compute instance are -1."""
 
     gpu: GpuName
     profile: str
@@ -73,9 +73,9 @@ class MigDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resize(msgspec.Struct, frozen=True, kw_only=True):
-    """The last request to resize a container, and the decision. `amounts`: what it may use on each of its GPUs now; empty: what it was
-    granted. `refused`: the reason of a refusal. `lent_mebibytes`: the part of `amounts` that suspended containers hold, until they are
-    resumed."""
+    """The last request to resize a container, and the decision. `amounts`: what the container may use on each of its GPUs now; empty: what
+    it was granted. `refused`: the reason of a refusal. `lent_mebibytes`: the part of `amounts` that suspended containers lend until they
+    are resumed."""
 
     asked: ResizeRequest
     amounts: Mapping[GpuName, Amounts] = msgspec.field(default_factory=dict)
@@ -84,17 +84,17 @@ class Resize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one container holds, or all containers together that use one request of a ResourceClaim (`claim`; pod and container then name
-    one user).
+    """What one container holds. If `claim` is set: what all containers that use one request of a ResourceClaim hold together; `pod` and
+    `container` then name one of them.
 
     `pod`, `uid` and `container` are None until known. `gpus` are the granted GPUs, with the amounts on each; a GPU that is granted whole
     counts with all it has. `device_ids` are the kubelet's. They may lie on more GPUs than were granted, if the container took over ids of
-    an init container. `granted_at` is in unix seconds. `anonymous` marks a record of gpu-manager: its pod holds ids that name no GPU, and
-    `device_ids` are reserved for it.
+    an init container. `granted_at` is in unix seconds. `anonymous`: gpu-manager granted it; the pod's ids name no GPU, and `device_ids` are
+    reserved in their place.
 
     `mechanisms` limit a share, as decided at the grant. `exemption`: the namespace or namespace/serviceaccount for which the operator set
     other mechanisms. `cdi`: the response names a CDI device. `limits`: what the container may use, where oversubscription makes that differ
-    from `gpus`. `mig_devices` were created for it; then nothing else limits it.
+    from `gpus`. `mig_devices` were created for the container; if there are any, nothing else limits it.
     """
 
     id: AllocationId
@@ -117,7 +117,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def by_ids(self) -> bool:
-        """Whether its ids of cores and memory are its amounts."""
+        """Whether it holds core or memory ids, which are its amounts."""
         return "core" in self.device_ids or "memory" in self.device_ids
 
     @property
@@ -126,7 +126,7 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reserved(self) -> bool:
-        """Whether its MIG devices are still being created, so that no container has it yet."""
+        """Whether its MIG devices are still being created, so that it is not granted yet."""
         return any(not device.uuid for device in self.mig_devices)
 
     @property
@@ -248,8 +248,9 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_amount(self) -> Mapping[GpuName, Amounts]:
-        """GPU -> the sum of the amounts without core and memory ids, also what resized containers may use beyond their ids. Init containers
-        do not run at the same time as others of their pod, so the most that these hold at one time counts, in the order of their grants."""
+        """GPU -> the amounts that no core or memory ids represent: those of allocations without such ids, and what resized containers may
+        use beyond what they hold. An init container ends before the pod's next container starts. So a pod counts with the most that its
+        containers hold at one time; they start in the order of their grants."""
         running, most = dict[tuple[GpuName, object], Amounts](), dict[tuple[GpuName, object], Amounts]()
         for a in self.allocations.values():
             for gpu, amounts in a.gpus.items() if not a.by_ids else ():
@@ -265,7 +266,8 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return sums
 
     def used(self, gpu: GpuName) -> Amounts:
-        """Held ids, and amounts without ids. They exceed the GPU if a resized container uses what others hold and may no longer use."""
+        """The amounts of held ids, and `by_amount`. The sum can exceed the GPU: a container that was resized to more may use what a
+        container that was resized to less still holds."""
         blocks = self.held("memory").get(gpu, 0).bit_count()
         held = Amounts(self.held("core").get(gpu, 0).bit_count(), blocks * BLOCK_MEBIBYTES)
         return held + self.by_amount.get(gpu, Amounts())
@@ -437,7 +439,7 @@ def granted_mebibytes(ledger: Ledger) -> dict[GpuName, int]:
 
 
 def current_shares(ledger: Ledger) -> list[Allocation]:
-    """Allocations of a part of a GPU, without an init container's once another container of its pod has one."""
+    """The allocations of parts of GPUs. An init container's allocation is left out once another container of its pod has one."""
     return [
         a
         for a in ledger.allocations.values()

@@ -1,11 +1,11 @@
 """The node's GPUs: `NodeView` is the input of one decision, `node_devices` the content of ListAndWatch. Pure.
 
 The rules of ListAndWatch:
-* It has every id of every registered GPU, because the kubelet crashes if an id vanishes during its allocation.
-* All ids of a failed GPU are Unhealthy. On a GPU that accepts no new containers (quarantine, MIG, maintenance) the used ids stay Healthy.
-* A free replica is Unhealthy while its GPU has no free cores or no free memory.
-* The free memory blocks of a GPU that a container has whole become Unhealthy, so that the scheduler does not count them. They stay Healthy
-  while the container's memory call may still arrive (`open_ids`).
+* Each response has every id of every registered GPU, because the kubelet crashes if an id vanishes during its allocation.
+* All ids of a failed GPU are Unhealthy. If a GPU is closed for a resource (quarantine, MIG, maintenance), only used ids of it are Healthy.
+* A free replica (an id of `nvidia.com/gpu`) is Unhealthy while its GPU has no free cores or no free memory.
+* Once a container has a whole GPU, the GPU's free memory blocks become Unhealthy, so that the scheduler does not count them. They stay
+  Healthy while the kubelet may still allocate the container's memory, which is a call of its own (`open_ids`).
 """
 
 from collections.abc import Collection, Mapping
@@ -29,12 +29,12 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """`rows` maps each GPU that the driver lists now to its row in `topology`. `indices` are NVML's, which differ from the rows once a GPU
     can't be described. `shown`: the GPUs that the driver describes now.
 
-    `visible_blocks`: the memory blocks that the kubelet must have received as Healthy by now; it allocates no others. `burst_mebibytes`:
-    memory that containers hold above their requests, which counts as used.
+    `visible_blocks`: the memory blocks that the kubelet must have received as Healthy by now; the kubelet allocates no others.
+    `burst_mebibytes`: memory that containers hold above their requests, which counts as used.
 
-    `unschedulable`: GPU -> why it accepts no new containers; `in_mig_mode`: only because of MIG mode, so it still grants MIG devices.
-    `instances`: the MIG devices that exist, work and are offered; `failed_instances`: UUID -> why it does not work. `mig_profiles`: GPU ->
-    the profiles of the MIG devices that are created on demand.
+    `unschedulable`: GPU -> why it accepts no new containers. `in_mig_mode`: the GPUs that are unschedulable only because of MIG mode; their
+    MIG devices are still granted. `instances`: the MIG devices that exist, work and are offered. `failed_instances`: UUID of a MIG device
+    -> why it does not work. `mig_profiles`: GPU -> the profiles of the MIG devices that are created on demand.
     """
 
     topology: Topology
@@ -55,7 +55,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return {row: gpu for gpu, row in self.rows.items()}
 
     def closed(self, gpu: GpuName, resource: Resource) -> str | None:
-        """Why the GPU accepts no new containers with this resource; None: it does."""
+        """Why the GPU accepts no new containers with this resource; None: it accepts them."""
         open_ = gpu in self.in_mig_mode and (resource == "mig" or (resource == "replica" and gpu in self.mig_profiles))
         return None if open_ else self.unschedulable.get(gpu)
 
@@ -103,7 +103,7 @@ def node_devices(
     open_ids: Collection[AllocationId] = (),
 ) -> NodeDevices:
     """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; with MIG
-    devices on demand, at most as many as fit. `open_ids`: allocations of whole GPUs that may still get a memory call."""
+    devices on demand, at most as many as fit. `open_ids`: allocations of whole GPUs for which the kubelet may still allocate memory."""
     now = at_present(node, ledger)
     return tuple(
         _gpu_devices(ledger, now, node, registered, replicas, open_ids)
@@ -120,7 +120,7 @@ def _failed(node: NodeView, registered: RegisteredGpu) -> GpuDevices:
 def _gpu_devices(
     ledger: Ledger, now: Ledger, node: NodeView, registered: RegisteredGpu, replicas: int, open_ids: Collection[AllocationId]
 ) -> GpuDevices:
-    gpu, claimed, owner = registered.name, ledger.by_amount.get(registered.name), ledger.exclusive.get(registered.name)
+    gpu, without_ids, owner = registered.name, ledger.by_amount.get(registered.name), ledger.exclusive.get(registered.name)
     cores, blocks = ledger.held("core").get(gpu, 0), ledger.held("memory").get(gpu, 0)
     if gpu in node.unschedulable:
         healthy = (cores, blocks)
@@ -128,9 +128,10 @@ def _gpu_devices(
         healthy = (registered.all_ids("core"), blocks)
     else:
         healthy = (registered.all_ids("core"), now.gpu_registry.by_name[gpu].all_ids("memory") | blocks)
-    if claimed is not None or gpu in node.burst_mebibytes:
+    if without_ids is not None or gpu in node.burst_mebibytes:
         taken_blocks = registered.memory_blocks - blocks_with_ids(node, ledger, gpu)
-        healthy = (_less(healthy[0], cores, claimed.cores if claimed else 0), _less(healthy[1], blocks, taken_blocks))
+        taken_cores = without_ids.cores if without_ids else 0
+        healthy = (_less(healthy[0], cores, taken_cores), _less(healthy[1], blocks, taken_blocks))
     open_instances = ledger.held("mig").get(gpu, 0) if node.closed(gpu, "mig") else registered.all_ids("mig")
     return GpuDevices(
         registered,
@@ -162,13 +163,13 @@ def _numa_node(node: NodeView, gpu: GpuName) -> int | None:
 
 
 def blocks_with_ids(node: NodeView, ledger: Ledger, gpu: GpuName) -> int:
-    """How many blocks of this GPU are left beside bursts and allocations without ids."""
-    claimed, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
-    left = max(0, memory_mebibytes - (claimed.memory_mebibytes if claimed else 0)) // BLOCK_MEBIBYTES
+    """How many of the GPU's memory blocks are left for ids, beside bursts and allocations without ids."""
+    without_ids, memory_mebibytes = ledger.by_amount.get(gpu), ledger.gpu_registry.by_name[gpu].memory_mebibytes
+    left = max(0, memory_mebibytes - (without_ids.memory_mebibytes if without_ids else 0)) // BLOCK_MEBIBYTES
     return max(0, left - blocks_of_burst(node.burst_mebibytes.get(gpu, 0)))
 
 
-def _less(healthy: int, held: int, claimed: int) -> int:
-    """`healthy` without `claimed` free ids: allocations without ids hold these amounts."""
+def _less(healthy: int, held: int, taken: int) -> int:
+    """`healthy` with fewer free ids: `taken` is the number that bursts and allocations without ids use up."""
     free = healthy & ~held
-    return healthy & held | lowest(free, max(0, free.bit_count() - claimed))
+    return healthy & held | lowest(free, max(0, free.bit_count() - taken))

@@ -14,8 +14,8 @@ AllocationOnGpu = tuple[AllocationId, GpuName]
 
 
 class TurnUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container used its turns on one GPU: the times in which the arbiter lets it run kernels. Counted since the agent knows the
-    container.
+    """How a container used its turns on one GPU. A turn is a time in which the limiter's arbiter lets it run kernels. The figures are
+    counted since the agent knows the container.
 
     `held_seconds`: the GPU time that was charged to it. `waited_seconds`: how long it had no turn while one of its threads waited for one.
     `overruns`: turns that the arbiter ended while its work still ran. `memory_bytes_by_kind`: kind of CUDA allocation -> what its processes

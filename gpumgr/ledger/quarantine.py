@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 
-#: How long processes of an ended container may remain unreported: on an H200 a process with 35 GiB stays listed for half a second after its
-#: end.
+#: How long the driver may list processes of an ended container before gpumgr reports them. On an H200 a process with 35 GiB stays listed
+#: for half a second after its end.
 EXPECTED_SECONDS: Final = 10.0
 
 
@@ -33,7 +33,7 @@ class Quarantine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampled(state: Quarantine, processes: Mapping[GpuName, Collection[Process]], occupied: Collection[GpuName]) -> Quarantine:
-    """`processes` has only GPUs with a readable process list."""
+    """The state after a sample. `processes` has only GPUs with a readable process list."""
     tenants, unattributed, held = dict(state.tenants), dict(state.unattributed), dict(state.held)
     for gpu, running in processes.items():
         now = frozenset(running)

@@ -105,8 +105,8 @@ def _place_in_pod(holding: Allocation, find_uid: Callable[[str], PodView | None]
 
 
 def _with_replicas(gpu_registry: GpuRegistry, entries: Iterable[KubeletEntry], listing: Listing | None) -> GpuRegistry:
-    """Registers more replicas if containers hold higher numbers, because HAMi's plugin had another setting. On a GPU that offers none, only
-    replicas that gpumgr granted count: others may be another plugin's."""
+    """Registers more replicas if containers hold higher numbers, which HAMi's plugin offered with another setting. On a GPU that offers no
+    replicas, only replicas that gpumgr granted count: others may be another plugin's."""
     entries = [entry for entry in entries if entry.resource == "replica"]
     own = {text for entry in entries if entry.granted.gpus for text in entry.device_ids}
     ids = [text for entry in entries for text in entry.device_ids]
@@ -192,7 +192,7 @@ def _with_listed(
     siblings = {holding.uid: holding.pod for holding in holdings.values() if holding.uid is not None and holding.pod is not None}
     for key, holding in holdings.items():
         if holding.pod is None:
-            # `List` shows every container but ordinary init containers (and containers of pods that just ended).
+            # An init container's: `List` shows all other containers (except those of pods that just ended).
             holdings[key] = replace(holding, pod=siblings.get(holding.uid or ""), init=True)
     return holdings
 
@@ -213,6 +213,7 @@ def _with_amounts(ledger: Ledger, holding: Allocation, view: PodView | None) -> 
 
 
 def _known(ledger: Ledger, resource: Resource, masks: Masks, holding: Allocation) -> bool:
+    """Whether the ledger has these ids for the container already."""
     return not masks or any(a.held(resource) == masks and _may_be(a, holding) for a in ledger.allocations.values())
 
 
@@ -227,6 +228,7 @@ def _partial(ledger: Ledger, holding: Allocation) -> Allocation | None:
 
 
 def _may_be(a: Allocation, holding: Allocation) -> bool:
+    """Whether both may belong to the same container."""
     if a.container is not None and holding.container is not None and a.container != holding.container:
         return False
     if a.anonymous or (a.uid and holding.uid and a.uid != holding.uid):

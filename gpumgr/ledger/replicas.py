@@ -63,7 +63,7 @@ def grant_replicas(
     if devices and shared:
         raise Refusal(
             "conflict",
-            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container has those of one kind; "
+            f"the kubelet chose GPUs with and without MIG ({', '.join(map(node.label, gpus))}), and a container gets only one kind; "
             "delete the pod and create it again",
         )
     probe = _trial_allocation(ledger, caller, [wanted], shared)
@@ -100,7 +100,8 @@ def limits_on(registry: GpuRegistry, wanted: ReplicaRequest, gpus: Iterable[GpuN
 
 
 def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
-    """Raises Refusal for an unknown caller, another number of GPUs than `size`, or a request that no node can grant."""
+    """The container's request. Raises Refusal for an unknown caller, another number of GPUs than `size`, or a request that no node can
+    grant."""
     spec = caller.spec
     if spec is None or spec.replicas is None:
         raise Refusal(
@@ -112,7 +113,7 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
     if spec.cores or spec.memory_blocks:
         raise Refusal(
             "invalid_request",
-            f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: a container has those of one kind",
+            f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: remove one kind",
         )
     if wanted.count != size:
         raise Refusal("conflict", f"the kubelet asked for {size} GPUs, and container {spec.name} requests {wanted.count}")
@@ -146,7 +147,7 @@ def _choose(
             GpuCapacity(
                 index=row,
                 cores_free=max(1, left.cores),
-                memory_blocks_free=left.memory_mebibytes,  # only the order of the GPUs counts here
+                memory_blocks_free=left.memory_mebibytes,  # not in blocks: only the order of the GPUs counts here
                 entirely_free=problem is None,
                 healthy=problem is None,
             )
@@ -181,6 +182,7 @@ def _choose(
 
 
 def _requests_of_chain(caller: Caller, wanted: ReplicaRequest) -> Sequence[ReplicaRequest]:
+    """The container's request and, if it is an init container, the requests of the later containers that take over its replicas."""
     found, left = [wanted], wanted.count if caller.init else 0
     for spec in caller.chain[1:]:
         if spec.replicas and left > 0:

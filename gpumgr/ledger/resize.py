@@ -17,10 +17,10 @@ from gpumgr.placement.pods import ResizeRequest
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a decision depends on, besides the ledger. `used_bytes`: what containers use; None: not known. `most_bytes`: the highest limit
-    that may be in force. `memory_mebibytes`: what each GPU has now. `most`: how much a pod may have above its requests. `obstacle`: why
-    mechanisms can't change a limit (None: they can). `away`: suspended containers that do not ask for their resume.
-    `listed`: the runtime has answered."""
+    """What a decision depends on, besides the ledger. `used_bytes`: what containers use; None: not known. `most_bytes`: the highest memory
+    limit that may be in force. `memory_mebibytes`: what each GPU has now. `most`: how much a pod may have above its requests. `obstacle`:
+    why mechanisms can't change a limit (None: they can). `away`: suspended containers without a requested resume. `listed`: the container
+    runtime has listed its containers."""
 
     used_bytes: Mapping[tuple[AllocationId, GpuName], int | None]
     most_bytes: Callable[[Allocation, GpuName], int]
@@ -42,7 +42,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Growth waits until another container's memory limit on this GPU is lower. A decrease waits until the runtime has answered."""
+    """What the resize waits for: growth, until the memory limit of `holder` is lower; a decrease, until the container runtime has listed
+    its containers."""
 
     gpu: GpuName
     holder: Allocation

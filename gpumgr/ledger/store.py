@@ -131,7 +131,7 @@ class SqliteCheckpoint:
         while (job := self._jobs.get()) is not None:
             work, done = job
             try:
-                if not self._path.exists():  # sqlite would write to a file that no start finds
+                if not self._path.exists():  # sqlite would write to the removed file, which the next start can't find
                     raise CheckpointError(f"the checkpoint {self._path} was removed; start the agent again: it makes a new one")
                 _transact(self._connection, work)
             except BaseException as error:

@@ -1,7 +1,7 @@
 """Suspension: the GPU memory of an idle container is moved to the host's memory, and back when the container needs it. Pure.
 
 The driver does both for one process at a time (cuCheckpointProcessLock, Checkpoint, Restore, Unlock). Each state is saved before the step
-that it names, so that the agent can repeat the step after a restart. A repeated step does nothing.
+that it names, so that the agent can repeat the step after a restart. Repeating a step that is done changes nothing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def away(self) -> bool:
-        """Whether other containers may use its GPU memory, because that is in the host's memory."""
+        """Whether other containers may use its GPU memory, because its data is in the host's memory."""
         return self.state == "suspended"
 
     @property
@@ -72,9 +72,9 @@ class Suspension(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation did. `pids`: the container's processes that use CUDA; `held`: they do not run now, or have an unknown state;
-    `failed`: they can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory. `untouched`: it changed no
-    process."""
+    """What a suspension or resume did. `pids`: the container's processes that use CUDA. `held`: the processes that are stopped now, or have
+    an unknown state. `failed`: the processes that can't go on. `error` None: it succeeded. `out_of_memory`: the GPU had too little memory.
+    `untouched`: it changed no process."""
 
     pids: Collection[int] = ()
     held: Collection[int] = ()
@@ -184,8 +184,8 @@ def next_step(
 
 
 def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | None:
-    """The allocation that this one's resume must wait for: an operation in progress on one of its GPUs, else the earliest requested resume;
-    None: it is the next one."""
+    """The allocation on the same GPUs that this one's resume must wait for; None: this one is the next. An allocation with an operation in
+    progress goes first, then the one with the earliest requested resume."""
     own = suspensions[name]
     before = [
         (each.away, each.asked_at or 0.0, other)
@@ -199,8 +199,8 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
 def overcommitted(
     allocations: Iterable[Allocation], suspensions: SuspensionsById, gpu: GpuName, memory_mebibytes: int
 ) -> Sequence[Allocation]:
-    """The active containers on a GPU with oversubscribed memory, if they do not fit; else none. An init container does not run at the same
-    time as its pod's other containers."""
+    """The containers on a GPU with oversubscribed memory that are not suspended, if their limits exceed the GPU's memory; else none. Init
+    containers do not count, because they do not run at the same time as their pod's other containers."""
     found = [a for a in allocations if not (a.init or (a.id in suspensions and suspensions[a.id].away))]
     scaled = any(a.limits_on(gpu).memory_mebibytes > a.amounts_on(gpu).memory_mebibytes for a in found if gpu in a.limits)
     return found if scaled and sum(a.limits_on(gpu).memory_mebibytes for a in found) > memory_mebibytes else ()

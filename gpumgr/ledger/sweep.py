@@ -1,4 +1,4 @@
-"""Frees allocations when the kubelet frees their ids, and corrects their names.
+"""Frees allocations when the kubelet frees their ids, and corrects the pod and container that they name.
 
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
 * `freed_by_offer`: GetPreferredAllocation offers its ids, a `List` during that call does not show it with its ids, and its pod has ended.
@@ -64,7 +64,7 @@ def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown,
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
         """Whether `a` ends with `g`: `List` does not show `a`, or never shows it (`unlisted`) and `a` was granted before `g`. A later
-        allocation without a UID stays: it may be another pod's of that name."""
+        allocation without a UID stays: it may belong to a later pod with the same name."""
         earlier = order.index(a.id) <= order.index(g.id)
         if a.uid is None and not earlier:
             return False
@@ -109,7 +109,7 @@ def sweep(
                 freed.append(a)
             else:
                 still_absent[a.id] = times
-    freed += _left_alone(ledger, freed, visible)
+    freed += _freed_with(ledger, freed, visible)
     after = ledger.free(a.id for a in freed)
     return Swept(
         ledger=after,
@@ -124,9 +124,9 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
     return any(earlier not in (None, later) for earlier, later in names)
 
 
-def _left_alone(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """Allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that later
-    allocation's pod was a wrong guess and runs, only allocations with some of its ids."""
+def _freed_with(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
+    """The allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that pod was a wrong guess for
+    the later allocation, and still runs: only the allocations that hold some of the later one's ids."""
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
     gone = {a.id for a in freed}
@@ -147,7 +147,7 @@ def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: Alloca
     """The ledger with names from `List` for allocations without a name, and for `latest`, which may have a guessed one."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
     if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
-        # Usually its own pod's entry is sufficient; then the rest of the long list is not decoded.
+        # Usually the entry of its pod is sufficient, so the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:
             return _renamed(ledger, unsure, alone, find_pod)
@@ -169,7 +169,8 @@ def _renamed(ledger: Ledger, unsure: Iterable[Allocation], visible: Shown, find_
 
 
 def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allocation) -> Allocation:
-    """An init container's allocation gets the pod to which `List` assigns the pod's other containers, if its own pod was a wrong guess."""
+    """Returns the allocation. If it is an init container's and its pod was a wrong guess, it gets the pod to which `List` assigns the other
+    containers with the same UID."""
     if not a.init or a.uid is None or a.pod != before[a.id].pod:
         return a
     siblings = [ledger.allocations[b.id] for b in before.values() if b.uid == a.uid and not b.init and b.id in ledger.allocations]
@@ -181,8 +182,9 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger with this name. The kubelet shares ids only within one pod. So another allocation with these ids is an init container's of
-    the same pod, if it was granted as one or its pod is not certain. Otherwise it is wrong, and is freed."""
+    """The ledger with the corrected allocation `named`. The kubelet shares ids only within one pod. So if another allocation with these ids
+    was granted to an init container, or its pod is not certain, it is an init container's of the same pod. Otherwise it is wrong, and is
+    freed."""
     before = ledger.allocations[named.id]
     for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
@@ -230,8 +232,8 @@ def _ended(a: Allocation, find_pod: FindPod) -> bool:
 
 
 def _refuted(a: Allocation, visible: Shown) -> bool:
-    """Whether `List` shows its container with other ids. The kubelet never changes these, so the allocation is another container's, or
-    an earlier pod's of that name."""
+    """Whether `List` shows its container with other ids. The kubelet never changes a container's ids, so the allocation belongs to another
+    container, or to an earlier pod with the same name."""
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
@@ -277,6 +279,7 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 
 
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
+    """The first container for which `List` shows all ids of the allocation."""
     for owner, masks in visible.items():
         if any(a.held(resource) for resource in ALL_RESOURCES) and all(
             not minus(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES

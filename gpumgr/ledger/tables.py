@@ -1,5 +1,5 @@
-"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection. Call the functions that write inside a
-transaction. Notes are JSON texts that the agent keeps over a restart besides the ledger."""
+"""The tables of the checkpoint: creates, checks, reads and writes them on a given connection. The caller of `create` and of the `write_`
+functions begins and ends the transaction. Notes are JSON texts that the agent keeps over a restart besides the ledger."""
 
 import sqlite3
 import zlib
@@ -23,8 +23,9 @@ _FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
 
-#: The checkpoint has this note while a lost ledger is not rebuilt yet: if the agent ends before, the next one must know.
+#: The note that the ledger was lost and is not completely rebuilt yet, so that an agent that starts in between completes it.
 LOST_NOTE: Final = "ledger_lost"
+#: A remedy for `decode_note`.
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
 
 
@@ -89,7 +90,7 @@ _CREATE: Final = (
     # grant_of: the allocation, if the entry records its grant
     "CREATE TABLE history (number INTEGER PRIMARY KEY, grant_of TEXT, record TEXT NOT NULL, sum INTEGER NOT NULL)",
 )
-#: Deletes older entries than the newest N, except the grants of existing allocations.
+#: Deletes all entries but the newest N and the grants of existing allocations.
 _PRUNE: Final = (
     "DELETE FROM history WHERE number <= (SELECT number FROM history ORDER BY number DESC LIMIT 1 OFFSET ?) "
     "AND (grant_of IS NULL OR grant_of NOT IN (SELECT id FROM allocations))"
@@ -100,7 +101,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a checkpoint. `history` is in order of time; `unreadable` counts its entries that were skipped.
 
     `lost`: there is no valid ledger, so it must be rebuilt from the kubelet's state; `why` gives the cause. A corrupt file was renamed to
-    `set_aside`. Then `notes` has only notes that outlive the ledger, and `notes_lost` says that some of these may be missing.
+    `set_aside`. Then `notes` has only the notes that outlive a lost ledger, and `notes_lost` says whether some of them may be missing.
     """
 
     ledger: Ledger = msgspec.field(default_factory=Ledger)
@@ -127,7 +128,8 @@ def create(connection: sqlite3.Connection, notes: Mapping[str, str]) -> None:
 
 
 def check(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises CorruptError for a damaged file, another program's or an older schema; CheckpointError for a newer gpumgr's."""
+    """Raises CorruptError if the file is damaged, or has another program's tables or an older schema; CheckpointError if a newer gpumgr
+    wrote it."""
     results = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
     if results != ["ok"]:
         raise CorruptError(f"sqlite's integrity check reports: {'; '.join(map(str, results))}")
@@ -221,7 +223,8 @@ def encode_note(value: object) -> str:
 
 
 def decode_note(notes: Mapping[str, str], key: str, kind: type[T], *, remedy: str = "") -> T:
-    """The note with this key; a missing note counts as `{}`. Raises CheckpointError if it can't be read; `remedy`: what else helps then."""
+    """The note with this key; a missing note counts as `{}`. Raises CheckpointError for a note that can't be read; the error's text ends
+    with `remedy`."""
     try:
         return decode_json(notes.get(key) or "{}", kind)
     except UnreadableText as error:

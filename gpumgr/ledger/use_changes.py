@@ -1,10 +1,9 @@
-"""What changes from sample to sample: allocations that exceed their memory limit, and processes of no container.
+"""What changes from sample to sample: allocations that exceed their memory limit, and processes without an allocation (unattributed ones).
 
 An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-`samples` readings that are not. A sample without its memory does not count.
+`samples` readings that are not. A sample in which its memory is not known does not count.
 
-A process of no container is reported once, after EXPECTED_SECONDS, because the driver lists processes of an ended container a moment
-longer.
+An unattributed process is reported once, after EXPECTED_SECONDS, because the driver lists processes of an ended container a moment longer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
