@@ -28,6 +28,7 @@ struct gm_stream {
     struct gm_stream *next; /* never freed, so a thread may keep its address */
     atomic_int state;
     atomic_flag held; /* a thread records or reads markers */
+    int cancel;       /* the cancellation state of the thread that holds it, before */
     _Atomic(CUstream) handle;
     _Atomic(CUcontext) context;
     atomic_int device;

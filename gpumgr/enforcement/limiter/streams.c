@@ -50,8 +50,19 @@ static bool load_functions(void) {
     return true;
 }
 
-static bool hold(struct gm_stream *s) { return !atomic_flag_test_and_set_explicit(&s->held, memory_order_acquire); }
-static void let_go(struct gm_stream *s) { atomic_flag_clear_explicit(&s->held, memory_order_release); }
+/* A thread can't be cancelled while it holds a stream: no thread could hold the stream again. */
+static bool hold(struct gm_stream *s) {
+    int before;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+    if (!atomic_flag_test_and_set_explicit(&s->held, memory_order_acquire)) return s->cancel = before, true;
+    pthread_setcancelstate(before, NULL);
+    return false;
+}
+static void let_go(struct gm_stream *s) {
+    int before = s->cancel;
+    atomic_flag_clear_explicit(&s->held, memory_order_release);
+    pthread_setcancelstate(before, NULL);
+}
 static bool hold_soon(struct gm_stream *s) {
     for (int i = 0; i < 1000; i++) {
         if (hold(s)) return true;
@@ -197,7 +208,7 @@ static struct gm_stream *unused(CUcontext context) {
     }
     struct gm_stream *s = calloc(1, sizeof *s);
     if (!s) return NULL;
-    atomic_flag_test_and_set(&s->held);
+    hold(s);
     pthread_mutex_lock(&lock);
     s->next = atomic_load(&streams);
     atomic_store(&streams, s);

@@ -451,6 +451,7 @@ API_PTSZ(cuEventRecord, (V e, V stream), (e, S)) {
     }
     x->capture = s->capture ? s : NULL;
     if (s->capture) return OK;
+    pthread_testcancel(); /* a driver may wait here for room in its queue */
     R r = submit(s, 0, 0, 0);
     x->at = s->last, x->recorded = 1, x->end_ns = 0;
     return r;

@@ -30,6 +30,7 @@
  *   late STEP N OWN             cuMemFreeAsync of N times STEP behind a kernel, in a stream of its own or the default one; the result of a
  *                               request that needs a part of them before the kernel has ended, and the bytes used afterwards
  *   idles STEP                  STEP bytes are freed by cuMemFreeAsync behind a kernel, which has ended
+ *   cut STEP                    the same by a thread that is cancelled within cuMemFreeAsync; then STEP is allocated and freed once more
  *   ends STEP N                 N times STEP is freed behind a kernel, and STEP behind a longer one in the same stream, which then ends; the result
  *                               of a request that needs it before the longer kernel has ended, and the bytes used afterwards
  *   step NAME PID TIMEOUT       a step of a checkpoint of another process: lock (TIMEOUT in ms; 0: none), checkpoint, restore, unlock, state; its state
@@ -456,6 +457,20 @@ static R idles(N step) {
     R r = cuMemAlloc(&at, (size_t)step) || launch(KERNEL, launched("work_50000000"), NULL);
     return r || cuMemFreeAsync(at, NULL) || cuStreamSynchronize(NULL);
 }
+static V frees_until_cancelled(V step) {
+    P at;
+    if (cuCtxSetCurrent(context) || cuMemAlloc(&at, *(size_t *)step) || launch(KERNEL, launched("work_50000000"), NULL)) return NULL;
+    pthread_cancel(pthread_self());
+    cuMemFreeAsync(at, NULL);
+    pthread_testcancel();
+    return NULL;
+}
+static R cut(N step) {
+    pthread_t thread;
+    V end = NULL;
+    R r = pthread_create(&thread, NULL, frees_until_cancelled, &step) || pthread_join(thread, &end);
+    return r ? r : end == PTHREAD_CANCELED ? idles(step) : 1;
+}
 static R stream_ends(N step, int number, N *before, N *used) {
     P at[10], other;
     V stream = NULL, first = NULL;
@@ -816,6 +831,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(word, "retains")) x = retains((int)a, (int)b, &r);
         else if (!strcmp(word, "captured")) r = captured(name, (int)b, &x);
         else if (!strcmp(word, "idles")) r = idles(a);
+        else if (!strcmp(word, "cut")) r = cut(a);
         else if (!strcmp(word, "ends")) r = stream_ends(a, (int)b, &x, &y);
         else if (!strcmp(word, "late")) {
             int own = 0;

@@ -197,6 +197,13 @@ def test_what_a_stream_has_freed_is_credited_though_the_process_asks_for_no_memo
         time.sleep(0.001)
 
 
+def test_a_thread_that_is_cancelled_while_it_frees_leaves_nothing_charged(node: Node, tmp_path: Path) -> None:
+    container = Container(tmp_path / "a", _LIMIT, share_percent=50)
+    assert _started(node, container).ask(f"cut {100 * MIB}")[0] == 0
+    while "alloc" in container.by_kind():
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
 def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_path: Path, when: str) -> None:
     container = Container(tmp_path / "a", _LIMIT)
