@@ -5,6 +5,16 @@ import pytest
 
 from tests.cluster_api import ClusterApiServer
 
+#: Fixtures that are made once for all tests (tests/once.py): compilers, hatchling and pip run for a minute on a busy machine.
+_MADE_ONCE = {"programs", "target", "wheel", "archive", "installed"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that needs such a fixture, and each process that waits for it, has the time to make it."""
+    for item in items:
+        if isinstance(item, pytest.Function) and not _MADE_ONCE.isdisjoint(item.fixturenames):
+            item.add_marker(pytest.mark.timeout(300))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
