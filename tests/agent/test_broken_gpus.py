@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from gpumgr.common.units import CORE_RESOURCE
+from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError
 from tests.background import until
 from tests.component.driver.smi import install_smi
@@ -15,6 +16,15 @@ from .stage import HASTY, SIM, app, asked, condition, events, running, stage, un
 
 FOUR_GPUS = Path(SIM).read_text()
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
+
+
+async def until_shown(node: SimulatedNode, line: str) -> None:
+    """Until the metrics have this line: their page is rendered once a sample period while it has readers."""
+
+    async def shown() -> bool:
+        return line in await asked(node, "/metrics")
+
+    await until(shown)
 
 
 async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_broken(folder: Path) -> None:
@@ -69,7 +79,7 @@ async def test_gpus_that_the_driver_does_not_list_are_in_condition_readiness_and
         for path in (*device.iterdir(), device):
             path.rmdir() if path.is_dir() else path.unlink()
         await until(lambda: condition(node)["status"] == "False")
-        assert "gpumgr_gpus_not_listed 0\n" in await asked(node, "/metrics")
+        await until_shown(node, "gpumgr_gpus_not_listed 0\n")
 
 
 async def test_a_card_that_was_replaced_while_the_node_was_off_is_forgotten(folder: Path) -> None:
@@ -154,4 +164,4 @@ async def test_a_gpu_that_is_broken_at_the_first_start_is_reported_everywhere_un
         assert "gpumgr_gpus_not_readable 1\n" in await asked(node, "/metrics")
         node.control.restore_gpu(1)
         await until(lambda: condition(node)["status"] == "False")
-        assert "gpumgr_gpus_not_readable 0\n" in await asked(node, "/metrics")
+        await until_shown(node, "gpumgr_gpus_not_readable 0\n")
