@@ -26,6 +26,7 @@ async def test_gpus_of_wsl_are_offered_with_their_device_and_closed_without_it(f
         assert {gpu["message"] for gpu in (await asked(node, "/api/state"))["gpus"]} == {why}
         (dev / "dxg").touch()
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 400)
+        await node.until_offered()  # the blocks too, which have a stream of their own
         for pod in (node.pod("share", app(30, 4)), node.pod("whole", app(200, 0))):
             assert (await node.run(pod)).phase == "Running"
             devices = (await node.kubelet.start_container(pod, "main")).devices
