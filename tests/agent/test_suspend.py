@@ -159,8 +159,8 @@ async def test_the_next_agent_continues_where_the_last_one_was_killed(driver: Dr
 async def test_a_killed_helper_leaves_a_container_that_is_resumed(driver: Driver, function: str) -> None:
     pod, waits = await stopped_in(driver, function)
     (helper,) = (pid for pid, words in children(driver.node.agent.pid).items() if "cuda_checkpoint" in " ".join(words))
+    os.kill(helper, signal.SIGKILL)  # it still waits, so it has not ended by itself
     waits.unlink()
-    os.kill(helper, signal.SIGKILL)
     await annotate(driver.node, pod, suspend="false")
     await driver.node.agent_log.until("container_resumed")
     await driver.until_state(pod, "")
