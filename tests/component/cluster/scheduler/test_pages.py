@@ -349,14 +349,17 @@ async def test_the_sum_of_a_request_is_computed_once_and_not_for_each_node(
 
 async def test_questions_beyond_the_limit_wait(pages: PagesStage, monkeypatch: pytest.MonkeyPatch) -> None:
     await pages.waits(pod("one", ("app", 400, 0)))
-    at_a_time, most = 0, 0
+    at_a_time, most, four = 0, 0, asyncio.Event()
     answered = WaitingReasons.why
 
     async def counted(*arguments: Any, **more: Any) -> Waiting:
         nonlocal at_a_time, most
         at_a_time += 1
         most = max(most, at_a_time)
-        await asyncio.sleep(0.01)
+        if at_a_time == 4:
+            four.set()
+        await four.wait()
+        await asyncio.sleep(0.01)  # time for a fifth
         at_a_time -= 1
         return await answered(*arguments, **more)
 
