@@ -1,1 +1,1 @@
-"""Which process uses which GPU memory, in which container, and whether the container stays within its grant."""
+"""Running containers: which process uses which GPU memory, whether each container stays within its grant, resizes, bursts, suspensions."""

@@ -1,7 +1,7 @@
-"""Bursts of memory: how much memory above their requests containers may use now, as pods demand it by the annotation
+"""Bursts: computes how much GPU memory above its request each container may use now. A pod demands a burst by the annotation
 gpumgr.io/memory-limit.
 
-Starts, resumes and growth of other containers wait here until their memory is free. See `gpumgr.ledger.burst`.
+A start, a resume or a resize of another container waits here until bursts have freed its memory. See `gpumgr.ledger.burst`.
 """
 
 import asyncio
@@ -35,14 +35,15 @@ IGNORED: Final = "GpuMemoryLimitIgnored"
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 #: How long a start waits for lower limits of other containers. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
-#: Why limits are not in force before the container runtime has answered the agent.
+#: Why a container's limits are not known to be in force until the container runtime has answered the agent.
 NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Shares = Mapping[AllocationId, GpuShare]
 
 
 class Bursts:
-    """`obstacle` returns why these mechanisms can't change a memory limit at once, also for running programs; None: they can."""
+    """`obstacle` returns why the given enforcement mechanisms can't change a memory limit at once, also for running programs; None: they
+    can."""
 
     def __init__(
         self,
@@ -53,8 +54,9 @@ class Bursts:
         obstacle: Callable[[tuple[str, ...]], str | None],
     ) -> None:
         self._agent_state, self._pods, self._events, self._obstacle = agent_state, pods, events, obstacle
+        #: The settings in force.
         self.rule = EnforcementSettings()
-        #: The containers with a higher limit than their request, or that had one and have not freed that memory.
+        #: The containers with a higher limit than their request, and those with memory left from an earlier higher limit.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
         self._free_bytes: Mapping[GpuName, int | None] = {}
@@ -71,11 +73,11 @@ class Bursts:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation of a sample; it notes the limits that new containers may have. `use`: what containers use by
+        """Call it first in each evaluation of a sample. It notes the limits that new containers may have. `use`: what containers use by
         this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
-            if self._had_more(a, gpu, use.containers[a.id, gpu].memory_bytes)
+            if self._limit_may_be_unknown(a, gpu, use.containers[a.id, gpu].memory_bytes)
             else a.guaranteed_on(gpu).memory_mebibytes << 20
             for a in ledger.allocations.values()
             for gpu in (a.gpus if is_share(a) else ())
@@ -149,11 +151,11 @@ class Bursts:
             log.warning("memory_limit_ignored", allocation=name, holder=ledger.allocations[name].describe(), reason=why)
         return limits
 
-    def _had_more(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
-        """Whether an earlier process of the agent may have set another limit, by a resize or a burst, that this process does not know yet.
+    def _limit_may_be_unknown(self, a: Allocation, gpu: GpuName, used_bytes: int | None) -> bool:
+        """Whether an earlier agent may have set another limit, by a resize or a burst, that this agent does not know yet.
 
-        That process may have allowed bursts. So a burst is possible if this one allows them, if the pod demands one, or if the container
-        uses more than the memory of its device ids plus the slack.
+        The earlier agent may have allowed bursts. So a burst is possible if this agent allows bursts, if the pod demands one, or if the
+        container uses more than the memory of its device ids plus the slack.
         """
         if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
             return False
@@ -172,7 +174,7 @@ class Bursts:
         moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
-        if self._had_more(allocation, gpu, None):
+        if self._limit_may_be_unknown(allocation, gpu, None):
             return UNKNOWN_BYTES
         before = 0 if moved is None or moved.measured else moved.memory_bytes.get(gpu, 0)
         return max(before, self.in_force.most_bytes((allocation.id, gpu)))
@@ -193,11 +195,11 @@ class Bursts:
     # -- before a container starts or is resumed ---------------------------------------------------------------------------
 
     async def make_room(self, allocation: Allocation) -> None:
-        """Call it before a container starts. For a share, waits until other containers' bursts have limits no higher than their use.
+        """Call it before a container starts. For a share, waits until the limits of other containers' bursts are lowered to their use.
 
-        Raises Refusal if that takes too long, or if the container's memory is not free then. If the container runtime has not answered the
-        agent until then, only the free memory decides. The kubelet starts containers with that runtime, so only the agent's connection
-        fails, perhaps forever.
+        Raises Refusal if the wait takes too long, or if the container's memory is not free after it. If the container runtime has not
+        answered the agent by then, only the free memory decides: the kubelet is starting a container with this runtime, so only the agent's
+        connection fails, perhaps forever.
         """
         gpus = tuple(allocation.gpus) if is_share(allocation) else ()
         key = object()
@@ -236,6 +238,7 @@ class Bursts:
         return reach
 
     def _not_lowered(self, reach: Collection[AllocationId]) -> tuple[str, str] | None:
+        """(container, reason) of the first of these containers with a limit that could not be lowered; None without one."""
         known = self._agent_state.ledger.allocations
         return next(((known[name].describe(), why) for name, why in self.in_force.obstacles.items() if name in reach), None)
 
@@ -269,7 +272,7 @@ class Bursts:
 
     def obstacle_to_resume(self, allocation: Allocation, needs: Mapping[GpuName, int], *, lowers: bool) -> str | None:
         """Why this suspended container can't be resumed; None: it can. `needs`: GPU -> bytes. With `lowers` the resume also waits until the
-        limits of other containers on these GPUs are lowered; the text is "" while they are being lowered."""
+        limits of other containers on these GPUs are lowered. While these limits are being lowered, the text is ""."""
         if (before := ahead(self._agent_state.suspensions, allocation.id)) is not None:
             holder = self._agent_state.ledger.allocations.get(before)
             return f"it waits for {holder.describe() if holder else before}, which is before it"
@@ -290,7 +293,7 @@ class Bursts:
         return None
 
     def users_of(self, allocation: Allocation, gpus: Collection[GpuName]) -> str:
-        """For a container that found too little memory on these GPUs: who uses them."""
+        """The message about a resume that found too little memory on these GPUs. It names the containers that use them."""
         holders = (f"GPU {gpu}, used by {used_by(self._others_use(allocation, gpu))}" for gpu in gpus)
         return f"the driver found too little memory on {' and '.join(holders)}"
 
@@ -302,7 +305,7 @@ class Bursts:
         }
 
     def _refuse_full(self, allocation: Allocation, gpu: GpuName) -> None:
-        """Raises Refusal if the container's memory is not free, and a burst of another one holds more than the slack."""
+        """Raises Refusal if the container's memory is not free, and another container's burst holds more than the slack."""
         others = self._memory(gpu, but=allocation).containers
         bursts = [(each.burst_bytes, name) for name, each in others.items() if (name, gpu) in self._above]
         burst_bytes, holder = max(bursts, default=(0, ""))
@@ -316,7 +319,7 @@ class Bursts:
 
 
 def _guaranteed_bytes(allocation: Allocation, gpu: GpuName) -> int:
-    """The bytes that are kept for the container on the GPU. It may use more if the memory is oversubscribed."""
+    """The bytes that are kept for the container on the GPU. If the memory is oversubscribed, the container may use more."""
     kept = allocation.gpus[gpu] if gpu in allocation.limits else allocation.guaranteed_on(gpu)
     return kept.memory_mebibytes << 20
 

@@ -46,9 +46,9 @@ def memory_path(text: str) -> str | None:
 
 
 def container_id_in(path: str) -> str | None:
-    """The id of the kubelet's container that `path` names: the outermost one below the kubelet's cgroup, because the node can be a
-    container, and a container can have containers. If the kubelet names no parent cgroup (cgroupsPerQOS false), the runtime chooses one,
-    such as /system.slice, /k8s.io or /docker. Then the outermost container in the path counts."""
+    """The id of the kubelet's container that `path` names. The node can be a container itself, and a container can run containers, so the
+    outermost container below the kubelet's cgroup counts. If the kubelet names no parent cgroup (cgroupsPerQOS false), the runtime chooses
+    one, such as /system.slice, /k8s.io or /docker. Then the outermost container in the path counts."""
     found = _CONTAINER.search(path, max(0, path.find("kubepods"))) or _CONTAINER.search(path)
     return found["id"] if found else None
 
@@ -72,7 +72,7 @@ _MEMORY_FILES: Final = {
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "v2": ("memory.max", "memory.current", "inactive_file"),
 }
-#: The cgroup was removed while it was read (ENOENT, ENODEV), or it is threaded, so that its parent lists its processes (EOPNOTSUPP).
+#: The cgroup was removed while it was read (ENOENT, ENODEV), or it is threaded (EOPNOTSUPP): then its parent lists its processes.
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP)
 
 
@@ -160,8 +160,8 @@ class Cgroups:
             ) from error
 
     def memory_left(self, cgroup: str) -> int | None:
-        """The bytes that the limits of the cgroup and of the cgroups above it leave; None without a limit. Page cache that the kernel can
-        drop counts as free. Raises CriError if there is no hierarchy."""
+        """The bytes that can still be used within the limits of the cgroup and its ancestors; None without a limit. Page cache that the
+        kernel can drop counts as free. Raises CriError if there is no hierarchy."""
         hierarchy, left = self.hierarchy(), list[int]()
         limit, usage, cache = _MEMORY_FILES["v2" if hierarchy.mode == "v2" else "v1"]
         folder = hierarchy.root / cgroup.lstrip("/")
@@ -180,7 +180,7 @@ class Cgroups:
 
 
 def _text(file: Path) -> str:
-    """Raises OSError. A text file's universal newlines would end a line at a carriage return in a name."""
+    """Reads bytes, because universal newlines would end a line at a carriage return in a name. Raises OSError."""
     return file.read_bytes().decode(errors="surrogateescape")
 
 

@@ -1,4 +1,4 @@
-"""Entries of the history about containers, which become events of their pods."""
+"""Adds entries about containers to the history. The entries become Kubernetes events of the containers' pods."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -26,7 +26,8 @@ Subject = tuple[AllocationId, User | None]
 
 
 class ContainerEvents:
-    """`containers` returns the containers that run on allocations. `pod_of` uses their pods if the ledger has none."""
+    """`containers` returns the running containers of each allocation. If the ledger has no pod for an allocation, `pod_of` returns
+    theirs."""
 
     def __init__(self, agent_state: AgentState, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._agent_state, self._containers = agent_state, containers
@@ -38,8 +39,8 @@ class ContainerEvents:
         self._agent_state.history.add(self._entry(allocation, reason, message, gpus))
 
     def add_once(self, allocation: AllocationId, reason: str, message: str, *gpus: GpuName, user: User | None = None) -> None:
-        """As `add`, unless the history's newest entries contain the same one. `user`: whom the event concerns instead of the allocation's
-        first user."""
+        """Like `add`, unless the history's newest entries contain the same one. `user`: the user that the event concerns; None: the
+        allocation's first user."""
         entry = self._entry(allocation, reason, message, gpus)
         if user is not None:
             entry = replace(entry, pod=user[0], pod_uid=user[1], container=user[2])
@@ -73,8 +74,8 @@ class ContainerEvents:
 
 
 def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> None:
-    """Reports GPUs with too little memory for what their active containers may use, because it is granted more than once
-    (hami.device_memory_scaling). There a CUDA allocation within a container's limit can fail. A container is active unless it is
+    """Reports each GPU with less memory than its active containers may use together. This happens if memory is granted more than once
+    (hami.device_memory_scaling). On such a GPU a CUDA allocation within a container's limit can fail. A container is active unless it is
     suspended."""
     ledger = agent_state.ledger
     for name, gpu in agent_state.inventory.gpus(ledger.gpu_registry).items():
@@ -91,7 +92,7 @@ def report_overcommitted(agent_state: AgentState, events: ContainerEvents) -> No
             others = used_by({a.describe(): limits[a.id] << 20 for a in active if a is not each})
             why = f"allocations within the container's limit can fail: GPU {name} has too little memory for it and for {others}"
             messages[each.id, None] = why
-        # Each suspension changes the names in the messages, so only a container that becomes active there gets an event.
+        # Each suspension changes the names in the messages, so a changed message is no reason for a new event.
         events.report(OVERCOMMITTED, messages, name, changed=False)
 
 
@@ -109,15 +110,15 @@ _REASONS: Final[Mapping[FindingCode, str]] = {
 
 
 class FindingsReporter:
-    """A finding: what a backend found wrong with a container's limits. `count` receives its backend and code. `clock` is monotonic, in
-    seconds."""
+    """Reports findings: what the enforcement backends found wrong with containers' limits. `count` is called with the backend and the code
+    of each new finding. `clock` is monotonic, in seconds."""
 
     def __init__(self, events: ContainerEvents, *, count: Callable[[str, str], None], clock: Callable[[], float]) -> None:
         self._events, self._count, self._clock = events, count, clock
         self._seen_at: dict[tuple[AllocationId, FindingCode], float] = {}
 
     def report(self, findings: Iterable[tuple[str, Finding]], allocations: Mapping[AllocationId, Allocation]) -> None:
-        """`findings`: all of one check, each with its backend. Drops findings of allocations that are gone."""
+        """`findings`: all findings of one check, each with its backend. Drops findings about allocations that are gone."""
         now = self._clock()
         for backend, finding in findings:
             if (holder := allocations.get(finding.allocation)) is None:

@@ -1,4 +1,4 @@
-"""Finds the node's containers, and the containers of processes, in a cache that polls the runtime.
+"""A cache of the node's containers, which polls the container runtime. It also finds the container of a process.
 
 A process belongs to the container with the process's cgroup or a cgroup above it. If the runtime does not list such a container (yet), the
 container id in the cgroup's path counts.
@@ -33,8 +33,9 @@ _EARLY_SECONDS: Final = 0.1
 
 
 class Containers:
-    """Call `tick` at least once a second. While the runtime is unavailable, the cache stays, `unavailable` has the reason, and only
-    `container_of` raises. `runs` returns whether a process still runs. `sleep` waits by `clock`."""
+    """Call `tick` at least once a second. While the runtime is unavailable, the cache stays, `unavailable` has the reason, and
+    `container_of` raises CriError for a container that is not in the cache. `runs` returns whether a process still runs. `sleep` waits by
+    `clock`."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Containers:
         self.unavailable: str | None = None
         self.listed = False
         self._table: dict[str, Container] = {}
-        #: Ids of containers for which the last request of the first process failed.
+        #: Ids of containers for which the last request for the first process failed.
         self._failed: set[str] = set()
         #: Id of a container that the runtime does not list (a pod's sandbox) -> one of its processes.
         self._unlisted: dict[str, Process] = {}
@@ -89,8 +90,8 @@ class Containers:
             await self._refresh()
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
-        """The container of a process (`start_time` in clock ticks since boot); None if it runs in none of the kubelet's containers or is
-        gone. An unknown container causes a poll; raises CriError if the runtime is unavailable then."""
+        """The container of a process (`start_time` in clock ticks since boot); None if the process runs in none of the kubelet's containers
+        or is gone. An unknown container causes a poll. Raises CriError if the poll fails."""
         process, path = (pid, start_time), self._cgroups.path_of(pid)
         if path is None or not self.runs(process):
             return None

@@ -1,11 +1,11 @@
 """A client of the container runtime: CRI v1 over its unix socket. The client only reads.
 
-Lists have some hundred containers with all their annotations, once a second while pods start. So they are decoded by hand, and only the
-needed fields are read (generated code takes 25 times as much CPU).
+A list has some hundred containers with all their annotations, and is read once a second while pods start. So lists are decoded by hand,
+and only the needed fields are read (generated code takes 25 times as much CPU).
 
-`driver_access` decides whether NVIDIA's container toolkit adds the driver's files to containers. The toolkit acts in containers of its own
-runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs; gpumgr's containers name none. Source: NVIDIA
-Container Toolkit, architecture overview.
+`driver_access` decides which of gpumgr and NVIDIA's container toolkit adds the driver's files to containers. The toolkit acts in containers
+of its own runtime (nvidia-container-runtime), and in containers that name a device of its CDI specs. gpumgr's containers name none. Source:
+NVIDIA Container Toolkit, architecture overview.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class RuntimeVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 class FirstProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A container's first process, from a part of the verbose status that CRI does not define; None: not reported. `cgroups_path`:
-    `linux.cgroupsPath` of the OCI runtime spec. For the systemd driver that is no path, so None."""
+    `linux.cgroupsPath` of the OCI runtime spec; None with the systemd cgroup driver, where this field is no path."""
 
     pid: int | None = None
     cgroups_path: str | None = None
@@ -69,6 +69,7 @@ class Runtimes(msgspec.Struct, frozen=True, kw_only=True):
     programs: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def of_toolkit(self) -> tuple[str, ...]:
+        """The names of the runtimes that belong to NVIDIA's container toolkit."""
         return tuple(name for name, program in self.programs.items() if _TOOLKIT.search(f"{name} {Path(program).name}"))
 
     def describe_default(self) -> str:
@@ -125,7 +126,7 @@ class CriClient:
         self._channel.close()
 
     async def _call(self, method: str, request: object, reply_type: type[Reply]) -> Reply:
-        """Repeats the call if the idle connection had ended; no call changes anything, so that is safe."""
+        """If the idle connection has ended, repeats the call. This is safe, because no call changes anything."""
         route = _SERVICE + method
         try:
             return await self._channel.unary(route, request, reply_type, timeout_seconds=self._timeout_seconds)
@@ -259,7 +260,8 @@ def _program(runtime: _Runtime) -> str:
 
 def driver_access(setting: str, runtimes: Runtimes | None) -> DriverAccess:
     """Whether gpumgr mounts the driver's files or the toolkit adds them. `setting`: container.driver_files. `runtimes`: None before the
-    container runtime's first answer. In doubt gpumgr mounts the files and keeps the toolkit from adding them, which always works."""
+    container runtime's first answer. If it is not certain, gpumgr mounts the files and keeps the toolkit from adding them, which always
+    works."""
     if setting == "toolkit":
         return DriverAccess(mounted=False, toolkit=True, why="container.driver_files is toolkit")
     if runtimes is None:

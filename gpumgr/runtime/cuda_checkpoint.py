@@ -1,4 +1,4 @@
-"""A program that suspends or resumes processes by the driver's checkpoint functions. It imports nothing of gpumgr.
+"""A program that suspends or resumes processes by the driver's checkpoint functions (cuCheckpointProcess*). It imports nothing of gpumgr.
 
 The argument is `suspend` or `resume`. Standard input has one JSON object: `library`, name or path of libcuda; `proc`, the folder of proc;
 `lock_file` and `lock`, a file and the name of a lock in it; `work_seconds`, how long a suspension waits for submitted work; `processes`,
@@ -6,7 +6,7 @@ pairs of pid and start time; `required`, the pids for which the driver must repo
 
 The program prints one JSON object: `pids`: the processes that use CUDA; `held`: the processes that are locked, checkpointed or of unknown
 state; `failed`: the processes that can't go on; `error`, with `out_of_memory` if the GPU lacked memory; `untouched`: no process was
-changed. It leaves out processes that have ended, or that are not required and do not use CUDA.
+changed. The lists leave out processes that have ended. They also leave out processes that do not use CUDA, unless these are required.
 
 Each step depends only on the driver's states, so an interrupted run can be repeated. The lock makes a run wait for an earlier one, which a
 killed agent may have left. If a suspension fails for one process, the others are restored and unlocked. If a resume lacks GPU memory for

@@ -17,7 +17,8 @@ Limits = Mapping[AllocationOnGpu, int]
 
 
 class LimitsInForce:
-    """Sizes are in bytes. `latest`: what the last evaluation computed; None before the first."""
+    """Sizes are in bytes. A `place` is a container's allocation on one GPU. `latest`: what the last evaluation computed; None before the
+    first."""
 
     def __init__(self) -> None:
         self.latest: Limits | None = None
@@ -30,6 +31,7 @@ class LimitsInForce:
         self._at_next_sample: Limits = {}
 
     def knows(self, place: AllocationOnGpu) -> bool:
+        """Whether the latest evaluation knew the container on this GPU."""
         return place in self._earlier
 
     def begin_evaluation(self, started: Limits) -> None:
@@ -54,7 +56,8 @@ class LimitsInForce:
         self._at_next_sample = {place: self._now(place) for place in self._earlier}
 
     def most_bytes(self, place: AllocationOnGpu) -> int:
-        """The highest limit that may be in force, or may have been when the sample was read; 0 for a new container."""
+        """The highest limit that may be in force, or may have been when the last sample was read; 0 for a container that no evaluation
+        knows."""
         return max(self._at_sample.get(place, 0), self._now(place))
 
     def _now(self, place: AllocationOnGpu) -> int:

@@ -1,7 +1,8 @@
-"""Evaluates each sample of the driver: who uses what, and who too much; resizes, bursts and suspensions; the backends' findings.
+"""Evaluates each sample of the driver: finds what each container uses and which use too much, starts resizes, bursts and suspensions, and
+reports the findings of the enforcement backends.
 
-The driver's figures, the kernel's cgroups and the ledger decide who uses too much. What containers and the libraries in them report about
-themselves does not count there.
+The driver's figures, the kernel's cgroups and the ledger decide which container uses too much. What containers and the libraries in them
+report about themselves does not count for this decision.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,8 +70,7 @@ class LimitMeter(SuspendMeter, Protocol):
 
 
 class MemoryLimitWatcher:
-    """`evictor`: None without an API server. `owners` has the clock, and the time limit for waits. `suspending`: the parts that suspend
-    containers."""
+    """`evictor`: None without an API server. `owners` has the clock, and the time limit for waits. `suspending`: what suspensions need."""
 
     def __init__(
         self,
@@ -263,8 +263,8 @@ class _Evictions:
 
 
 class _Shares:
-    """The containers that share a GPU. A GpuShare is kept while its allocation, GPUs and pod stay the same. For other containers the
-    annotation gpumgr.io/suspend leads to an event, because they can't be suspended."""
+    """The containers that share a GPU. A GpuShare is kept while its allocation, GPUs and pod stay the same. If a container with whole GPUs
+    or MIG devices has the annotation gpumgr.io/suspend, an event says that it can't be suspended."""
 
     def __init__(self, pods: Pods, events: ContainerEvents) -> None:
         self._pods, self._events = pods, events

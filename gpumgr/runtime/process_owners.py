@@ -1,6 +1,6 @@
 """Maps GPU processes to containers, by the container runtime's list and the kernel's cgroups.
 
-- The cgroup of a container that shares a GPU lists its processes. No process can leave the cgroup.
+- The processes of a container that shares a GPU are read from its cgroup, which no process can leave.
 - Every other GPU process is looked up by its own cgroup: once if it is in a container, else again after RETRY_SECONDS.
 - A slow container runtime delays a call by at most `timeout_seconds`; then its last answers are used.
 """
@@ -81,7 +81,7 @@ class ProcessOwners:
         await self._look_up.close()
 
     def _containers(self, index: AllocationIndex, shares: Collection[AllocationId]) -> dict[AllocationId, Sequence[Container]]:
-        """Allocation -> its running containers, each with its latest start only."""
+        """Allocation -> the running containers that use it. After a restart of a container, only its latest start counts."""
         found: dict[AllocationId, dict[object, Container]] = {}
         for container in self._runtime.running():
             for allocation in index.exact(container):
@@ -121,7 +121,7 @@ class ProcessOwners:
             container = await self._runtime.container_of(*process)
         except CriError:
             return  # the runtime's outage is logged where it is noticed
-        # A process that has ended since the driver listed it would be reported as one outside of containers.
+        # A process that has ended since the driver listed it must not count as a process outside of containers.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self.clock())
 

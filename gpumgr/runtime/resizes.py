@@ -1,7 +1,7 @@
-"""Resizes of running containers: decides requests, saves the decisions, and reports them. See `gpumgr.ledger.resize`.
+"""Resizes of running containers: decides on each requested resize, saves the decision, and reports it. See `gpumgr.ledger.resize`.
 
 A decision is saved before any limit changes, because each evaluation (one per sample) computes the limits from the ledger. The allocation
-keeps the request, so that it is not decided again after a restart.
+keeps the request, so that a later agent does not decide on it again.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 
 log = structlog.get_logger(__name__)
 
-#: Reasons of the event if a resize is refused, or can't be decided before the runtime answers.
+#: Reasons of the event if a resize is refused, or waits for the container runtime's answer.
 REFUSED: Final = "GpuResizeRefused"
 WAITS: Final = "GpuResizeWaits"
 
@@ -39,10 +39,11 @@ async def decide_resizes(
     unsaved: LogPace,
     listed: bool,
 ) -> bool:
-    """Decides the new requests before the evaluation's limits are computed. Returns whether the ledger has changed.
+    """Decides on the new requests before the evaluation's limits are computed. Returns whether the ledger has changed.
 
-    `obstacle` returns why these mechanisms can't change a container's limit of a resource; None: they can. `unsaved`: how often it is
-    logged that a decision can't be saved. `listed`: the runtime has answered this process.
+    `obstacle` returns why the given enforcement mechanisms can't change a container's limit of a resource; None: they can. `unsaved` limits
+    how often the log says that a decision can't be saved. `listed`: the container runtime has listed the containers since the agent's
+    start.
     """
     known = agent_state.ledger.allocations
     if not any(undecided_resize(a, pods) for a in known.values()):
@@ -58,8 +59,8 @@ async def decide_resizes(
             if isinstance(after, Waits):
                 obstacle = bursts.in_force.obstacles.get(after.holder.id)
                 why = f"the lower memory limit of {after.holder.describe()} on GPU {after.gpu} is not in force: {obstacle}"
-                # It waits while the limit is being lowered, and while the holder is not listed: after a restart of the agent the runtime
-                # may answer late, and a refusal would be final.
+                # The resize waits while the limit is being lowered. It also waits while the holder is not listed: after a restart of the
+                # agent the runtime may answer late, and a refusal would be final.
                 if obstacle in (None, NOT_LISTED):
                     bursts.growing = {*bursts.growing, after.gpu}
                     if obstacle is not None:

@@ -1,4 +1,5 @@
-"""What suspensions need from the node: the host's memory, the limiter's pages, the program that calls the driver, metrics."""
+"""What suspensions (moves of idle containers' GPU memory to the host's memory) need from the node: the host's free memory, the limiter's
+pages, the program that calls the driver, and metrics."""
 
 import asyncio
 import contextlib
@@ -36,7 +37,7 @@ def memory_left(proc_root: Path, cgroups: Cgroups, containers: Sequence[Containe
 
 
 class Pages(Protocol):
-    """The pages that the agent shares with the library in a container (gpumgr.enforcement.limiter.backend.Limiter)."""
+    """The pages: small files that the agent shares with the library in a container (gpumgr.enforcement.limiter.backend.Limiter)."""
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
         """Makes the library hold back the container's calls of the driver, or let them go on. Returns False without usable pages."""
@@ -58,9 +59,9 @@ class SuspendMeter(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. `start_times`, `memory_left` and `runs` read
-    small files: call them on a thread. `move` runs the program. While the block of `sampling_soon`
-    runs, the driver is sampled at least once a second."""
+    """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. `runs`: whether a process runs. These two and
+    `memory_left` read small files: call them on a thread. `move`: see the function. While the block of `sampling_soon` runs, the driver is
+    sampled at least once a second."""
 
     machine: str
     start_times: Callable[[Collection[int]], Mapping[int, int]]
@@ -75,10 +76,10 @@ async def move(
     verb: Verb, allocation: AllocationId, suspension: Suspension, *, library: str, proc_root: Path, lock_file: Path
 ) -> Moved:
     """Runs the program (gpumgr.runtime.cuda_checkpoint), which moves the container's GPU memory to the host (suspend) or back (resume). If
-    it is not known what the program did, `held` has all processes. `library`: name or path of libcuda. `lock_file` is created if missing,
-    in a folder that exists while containers run."""
+    the program does not report what it did, `held` in the result has all processes. `library`: name or path of libcuda. `lock_file` is
+    created if missing, in a folder that exists while containers run."""
     seconds = _LIMIT_SECONDS + _LIMIT_SECONDS_PER_GIB * (suspension.size_bytes / (1 << 30))
-    all_of_them = [pid for pid, _ in suspension.processes]
+    all_pids = [pid for pid, _ in suspension.processes]
     request = {
         "library": library,
         "proc": str(proc_root),
@@ -95,15 +96,15 @@ async def move(
         )
     except OSError as error:
         why = f"the program that moves its memory can't be started: {error}"
-        return Moved(held=all_of_them, error=why, untouched=True)
+        return Moved(held=all_pids, error=why, untouched=True)
     try:
         async with asyncio.timeout(seconds):
-            said, errors = await program.communicate(json.dumps(request).encode())
+            output, errors = await program.communicate(json.dumps(request).encode())
     except TimeoutError:
         await kill_program(program)
-        return Moved(held=all_of_them, error=f"the driver did not {verb} it within {seconds:g} s")
+        return Moved(held=all_pids, error=f"the driver did not {verb} it within {seconds:g} s")
     try:
-        return decode_json(said, Moved)
+        return decode_json(output, Moved)
     except UnreadableText:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return Moved(held=all_of_them, error=f"the program that moves its memory ended: {last or 'it was killed'}")
+        return Moved(held=all_pids, error=f"the program that moves its memory ended: {last or 'it was killed'}")

@@ -1,7 +1,7 @@
-"""Suspends idle containers, and resumes them. See `gpumgr.ledger.suspension`.
+"""Suspends idle containers (moves their GPU memory to the host's memory), and resumes them. See `gpumgr.ledger.suspension`.
 
-Each evaluation of a sample begins or continues the operations that saved states and pods demand. An operation is a task that takes a
-container from one saved state to the next.
+An operation is a task that takes a container from one saved state to the next. Each evaluation of a sample begins or continues the
+operations that saved states and pods demand.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ WAITS: Final = "GpuResumeWaits"
 FAILED: Final = "GpuSuspendFailed"
 #: How often the pages shared with the library in suspended containers are read.
 POLL_SECONDS: Final = 0.1
-#: A thread that has just passed the library's check calls the driver within this time.
+#: Calls are held back only after this time: a thread that had just passed the library's check has called the driver by then.
 HOLD_SECONDS: Final = 0.1
 #: How long a suspension waits for samples that were read while calls are held back.
 _SAMPLES_SECONDS: Final = 15.0
@@ -49,13 +49,15 @@ _FAILED_SECONDS: Final = 300.0
 _REPORT_SECONDS: Final = 60.0
 #: How long a resume waits for lower limits of other containers; after that only the free memory decides.
 _LOWER_SECONDS: Final = 12.0
-#: A resume with so many failures, except lack of memory, is given up.
+#: A resume is given up after this many failures. A lack of GPU memory does not count.
 _MOST_FAILURES: Final = 3
 _HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
 
 
 class Suspensions:
+    """Call `evaluate` once a sample, and run `run` as a task."""
+
     def __init__(
         self,
         agent_state: AgentState,
@@ -220,12 +222,12 @@ class Suspensions:
         self._tasks[name] = asyncio.create_task(sampled())
 
     async def _suspend(self, allocation: Allocation, begun: Suspension, *, fresh: bool) -> None:
-        """`begun`: the saved state. Not `fresh`: an earlier process of the agent began it, so processes may be stopped, and moved memory is
-        not on the GPU."""
+        """`begun`: the saved state. `fresh` False: an earlier agent began the suspension, so processes may be stopped already, and moved
+        memory is not on the GPU."""
         name, since = allocation.id, self._clock()
         if self._pages.hold_calls(name, hold=True):
             await asyncio.sleep(HOLD_SECONDS)
-        found = await self._measured(allocation)
+        found = await self._measure_held(allocation)
         if isinstance(found, str):
             await self._give_up(allocation, begun, found, stopped=not fresh)
             return
@@ -245,8 +247,8 @@ class Suspensions:
             self._events.add(name, SUSPENDED, message)
             await self._bursts.measured()  # a resume needs to know what is free now
 
-    async def _measured(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
-        """Measures the container after its calls were held back. The next evaluation's sample may be older, so the one after it counts."""
+    async def _measure_held(self, allocation: Allocation) -> Mapping[GpuName, int] | str:
+        """Measures the container after its calls were held back. The next evaluation may use an older sample, so the second one counts."""
         try:
             async with asyncio.timeout(_SAMPLES_SECONDS):
                 for _ in range(2):
@@ -311,7 +313,7 @@ class Suspensions:
         lowered_at = self._clock() + _LOWER_SECONDS
         while await self._runs(known) and allocation.id in self._agent_state.ledger.allocations:
             if self._clock() >= again_at:
-                # If it is not away, its processes may have their memory on the GPU already, so they can't wait for room.
+                # If the container is not away, its processes may have their memory on the GPU already, so they can't wait for room.
                 lowers = self._clock() < lowered_at
                 why = self._bursts.obstacle_to_resume(allocation, known.memory_bytes, lowers=lowers) if known.away else None
                 if why is None:
@@ -325,7 +327,7 @@ class Suspensions:
         return await asyncio.to_thread(lambda: any(map(self._parts.runs, known.processes)))
 
     async def _say_why(self, allocation: Allocation, known: Suspension, why: str) -> None:
-        """Saves why a resume waits. It is an event unless only figures and the order of names have changed."""
+        """Saves why a resume waits. The reason becomes an event unless only figures and the order of names have changed."""
         saved_at, said = self._reported.get(allocation.id, (float("-inf"), ()))
         if self._clock() - saved_at < _REPORT_SECONDS:
             return
@@ -350,7 +352,7 @@ class Suspensions:
                 await asyncio.sleep(_SAVE_AGAIN_SECONDS)
 
     async def _save_once(self, name: AllocationId, suspension: Suspension | None) -> None:
-        """Only logs an error, once a minute, because a later call saves the state again."""
+        """Logs an error at most once a minute, and does not raise it, because a later call saves the state again."""
         try:
             await self._agent_state.set_suspension(name, suspension)
             self._changed.set()
