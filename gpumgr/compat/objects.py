@@ -1,6 +1,6 @@
 """Reads Kubernetes objects as kubectl prints them: JSON or YAML, one object, several, or a List.
 
-The text is not trusted: the objects are never much larger than the text.
+The text is not trusted. YAML aliases are refused, because they could multiply a small text into huge objects.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ _MAX_BYTES: Final = 64 << 20
 #: Names, and keys of labels and annotations, become arguments of printed commands, so none may begin with a hyphen.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:_-]*\Z")]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9./_-]*\Z")]
-#: Characters that a program's argument may contain.
+#: An argument of a program can't contain a NUL.
 _Word = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
 
 
@@ -144,7 +144,7 @@ def read_objects(path: Path) -> tuple[Object, ...]:
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror or error}") from error
     if len(content) > _MAX_BYTES:
-        raise InputError(f"{path} has more than {_MAX_BYTES >> 20} MiB; give what kubectl prints of one node")
+        raise InputError(f"{path} has more than {_MAX_BYTES >> 20} MiB; give kubectl's output for one node")
     try:
         documents = read_documents(content)
     except InputError as error:
@@ -196,10 +196,7 @@ def _flat(document: object, path: Path) -> Iterator[Object]:
 
 
 def read_documents(text: bytes | str) -> list[Any]:
-    """All non-empty documents of a text. JSON is tried first, because parsing it takes a hundredth of the time.
-
-    Raises InputError without the name of the text, which the caller adds.
-    """
+    """All non-empty documents of a JSON or YAML text. Raises InputError; its message does not name the text's source."""
     try:
         return decode_yaml(text, max_bytes=_MAX_BYTES)
     except UnreadableText as error:

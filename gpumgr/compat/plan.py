@@ -19,8 +19,8 @@ from gpumgr.settings.schema import flat, plain, sections
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`settings`: dotted key -> YAML value that differs from the default. `pods`: the consequence for each container. `notes`: what has no
-    counterpart or works differently. `warnings`: what prevents the migration now. The other fields are shell commands in order, with values
-    from files quoted and comments after "#".
+    counterpart in gpumgr or works differently. `warnings`: what prevents the migration now. The other fields are shell commands in the
+    order of their execution, with comments after "#". Values from files are quoted.
     """
 
     settings: Mapping[str, object]

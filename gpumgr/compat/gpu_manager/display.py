@@ -1,8 +1,8 @@
 """gpu-manager's gRPC service display.GPUDisplay, for programs that were written for it. gpumgr's HTTP pages with gpu-manager's paths (such
-as /usage) have the same answers.
+as /usage) give the same answers.
 
-Source of the messages: proto/display/api.proto, in the JSON form of grpc-gateway v1. Fields that are zero or empty are left out, but not
-entries of maps and lists.
+Source of the messages: proto/display/api.proto, in the JSON form of grpc-gateway v1. Fields that are zero or empty are left out; entries of
+maps and lists are kept even then.
 """
 
 import errno
@@ -46,8 +46,9 @@ def version_message(version: str) -> Message:
 def usage_message(report: NodeReport, pods: Pods) -> Message:
     """UsageResponse: the use of GPUs by pod and container, {} while the driver does not answer.
 
-    A pod's key is its UID in the API server (a static pod's: its mirror pod's), else the ledger's, else "namespace/name". A container's key
-    is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they have a process.
+    A pod's key is its UID in the API server (for a static pod, the UID of its mirror pod), else its UID in the ledger, else
+    "namespace/name". A container's key is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they
+    have a process.
     """
     if report.use is None or not report.nvml_up:
         return {}  # the last numbers are outdated
@@ -185,6 +186,6 @@ class DisplayServer:
         return True
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
-        """Lets running calls end, disconnects clients, and removes the socket if it is still the same."""
+        """Lets running calls end, disconnects clients, and removes the socket, unless another process has replaced it."""
         self._socket.remove()
         await self._server.drain(grace_seconds)

@@ -103,7 +103,7 @@ def _sets(key: str) -> _Rule:
 
 
 def _sets_where_given(key: str) -> _Rule:
-    """Like `_sets`, for flags that must have a value in gpu-manager."""
+    """Like `_sets`, but refuses an empty text, as gpu-manager does for this flag."""
 
     def rule(flag: str, text: str) -> GpuManagerFlags:
         if not text:
@@ -119,12 +119,12 @@ def _no_effect(reason: str) -> _Rule:
 
 def _driver(flag: str, text: str) -> GpuManagerFlags:
     if text != "nvidia":
-        raise SettingsError(f"{flag}={text} is not supported; allowed: nvidia (for a node without GPUs there is --sim)")
+        raise SettingsError(f"{flag}={text} is not supported; allowed: nvidia (on a node without GPUs, use --sim)")
     return GpuManagerFlags()
 
 
 def _node_labels(flag: str, text: str) -> GpuManagerFlags:
-    """Ignores invalid items with a note, as gpu-manager does with a warning."""
+    """Invalid items are ignored with a note; gpu-manager ignores them with a warning."""
     key = "kubernetes.node_labels"
     items = [item for item in text.split(",") if item]
     usable = [item for item in items if item.startswith(_MODEL_LABEL) or all(item.partition("=")[::2])]
@@ -209,7 +209,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "allocation-check-period": _no_effect("gpumgr compares its ledger with the kubelet every few seconds"),
     "container-runtime-endpoint": _sets("cri.socket"),
     "cgroup-driver": _no_effect("gpumgr reads the cgroup of a process from the kernel, for every cgroup driver"),
-    "runtime-request-timeout": _no_effect("gpumgr bounds its calls of the container runtime itself"),
+    "runtime-request-timeout": _no_effect("gpumgr has its own time limits for calls to the container runtime"),
     "wait-timeout": _no_effect("gpumgr probes its own sockets before it registers, and retries in place"),
     "v": _verbosity,
     **dict.fromkeys(

@@ -1,7 +1,9 @@
-"""gpu-manager's four gauges, with its names, helps, labels and units: use in percent of a GPU and MiB, requests in GPUs and MiB.
+"""gpu-manager's four gauges, with gpu-manager's names, help texts, labels and units. Use is in percent of a GPU and MiB, a request in GPUs
+and MiB.
 
 Source: gpu-manager's display service. Use has a series for each GPU and one called `total`; requests have only `total`. If a pod requests
-GPUs, each of its containers except init containers has a request, which may be 0. Without requested memory the granted memory counts.
+GPUs, each of its containers except init containers has a request, which may be 0. If a container requests no memory, its granted memory
+counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +33,7 @@ _MEMORY_REQUESTED: Final = _family("container_request_gpu_memory", "request of g
 
 
 def render_gpu_manager(report: NodeReport, pods: Sequence[PodView], *, node: str) -> Iterator[RenderedFamily]:
-    """`pods`: the known pods of the node. Pods that only the ledger has are included."""
+    """`pods`: the known pods of the node. Pods that are only in the ledger get series, too."""
     yield from _used(report, {pod.key for pod in pods if pod.ended}, node)
     gpus: dict[str, float] = {}
     mebibytes: dict[str, float] = {}
@@ -71,6 +73,7 @@ def _used(report: NodeReport, ended: set[PodKey], node: str) -> Iterator[Rendere
 
 
 def _add(series: dict[str, float | None], labels: str, value: float | None) -> None:
+    """Adds to a sum. If one of its values is not known, the sum is None."""
     before = series.get(labels, 0)
     series[labels] = None if value is None or before is None else before + value
 

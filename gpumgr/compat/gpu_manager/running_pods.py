@@ -1,6 +1,6 @@
-"""Takes the pods that run with GPUs from gpu-manager into the ledger, before the agent offers any device.
+"""Adds gpu-manager's running pods and their GPUs to the ledger, before the agent offers any device.
 
-gpu-manager's device ids do not name a GPU, so its checkpoint is read, which maps containers to GPUs:
+gpu-manager's device ids do not name a GPU. So gpumgr reads gpu-manager's checkpoint, which maps containers to GPUs:
 {"PodGPUMapping": {"<pod uid>": {"<container>": {"Devices": ["/dev/nvidia0"], "Cores": 50, "Memory": 268435456}}}}
 """
 
@@ -30,7 +30,7 @@ from gpumgr.settings.profile import inner_names
 
 log = structlog.get_logger(__name__)
 
-_NAMED: Final = 5
+_MOST_NAMED: Final = 5
 REMEDY: Final = (
     "let checkpoint.gpu_manager_checkpoint name gpu-manager's file (in a pod it must be mounted: gpuManager.takeOver=true of the chart, "
     "`components: [config/kustomize/take-over]` of kustomize) and restart gpumgr, or delete these pods"
@@ -44,8 +44,8 @@ class TakeOver:
     While a container runs with ids of gpu-manager and no record names its GPU, no device is offered, because that GPU could be granted
     twice.
 
-    `remember` saves that the migration is finished; it may raise CheckpointError. None: an earlier process has finished it, so there is
-    work only if gpu-manager has run again. `clock`: monotonic seconds.
+    `remember` saves that the migration is finished; it may raise CheckpointError. None: an earlier process has finished the migration, so
+    there is work only if gpu-manager has run again. `wait_synced` waits for the API server's list of pods. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class TakeOver:
         self._records: Sequence[AnonymousRecord] | None = None
         #: Records that are in the ledger or can never be in it.
         self._tried: set[AnonymousRecord] = set()
-        #: Records of running pods that are not in the ledger with all their GPUs, and the input of the last attempt (`_state`).
+        #: Records of running pods that are not in the ledger with all their GPUs.
         self._waiting: tuple[AnonymousRecord, ...] = ()
+        #: The input of the last attempt (`_state`), which is repeated only with another input.
         self._attempt: object = None
-        #: `_taken`: no record waits. `_free`: devices may be offered. `_waited`: for the list of pods.
+        #: `_taken`: no record waits. `_free`: devices may be offered. `_waited`: `wait_synced` was called.
         self._taken = self._free = self._waited = False
         #: Whether `before_offer` has work: it has not succeeded yet, or records wait for GPUs that the driver does not list.
         self._pending = True
@@ -80,7 +81,7 @@ class TakeOver:
         self._absent_since: dict[tuple[str, str], float] = {}
 
     async def before_offer(self) -> None:
-        """Takes the records over. Call it each time the driver has listed GPUs, before they are offered, with the agent state's lock."""
+        """Takes the records over. Call it with the agent state's lock, each time the driver has listed GPUs and before they are offered."""
         if self._pending:
             self._pending = False
             try:
@@ -121,7 +122,7 @@ class TakeOver:
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
         """The containers with GPUs from gpu-manager that are neither in the ledger nor in `records`.
 
-        `records` count only if the driver lists none of their GPUs, because such GPUs are not offered anyway.
+        A record counts only if the driver lists none of its GPUs: those GPUs are not offered anyway.
         """
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}
@@ -129,7 +130,7 @@ class TakeOver:
         return foreign(((e.pod_uid, e.container, e.device_ids) for e in self._entries or () if e.resource in VCUDA_NAMES), found)
 
     async def _read(self) -> Sequence[AnonymousRecord] | None:
-        """Reads the kubelet's checkpoint and, if needed, gpu-manager's. None: gpu-manager's could not be read yet."""
+        """Reads the kubelet's checkpoint and, if needed, gpu-manager's. Returns None if gpu-manager's could not be read yet."""
         self._entries = found if (found := await entries_if_readable(self._folder, self._names)) is not None else self._entries
         if self._remember is None and not self._waiting and not self._left(()):
             return ()
@@ -158,8 +159,10 @@ class TakeOver:
         await self._note()
 
     async def _live(self, records: Sequence[AnonymousRecord]) -> tuple[AnonymousRecord, ...]:
-        """The records of pods that have not ended, as far as the kubelet's checkpoint and the API server show. After the migration, only
-        records of running containers that are not in the ledger, because the kubelet's checkpoint may still list ended pods."""
+        """The records of pods that have not ended, as far as the kubelet's checkpoint and the API server show.
+
+        After the migration these are only the records of running containers that are not in the ledger, because the kubelet's checkpoint
+        may still list ended pods."""
         await self._wait_for_pods()
         uids = pods_with_devices(self._entries)
         kept = tuple(record for record in records if (uids is None or record.uid in uids) and not self._gone(record.uid))
@@ -169,8 +172,8 @@ class TakeOver:
         return tuple(record for record in kept if record in self._waiting or running.get((record.uid, record.container)))
 
     def _state(self, records: tuple[AnonymousRecord, ...]) -> object:
-        """What the result of an attempt depends on. Once devices are offered, the ledger is not part of it, because new grants only reduce
-        the free capacity."""
+        """The input of an attempt. Once devices are offered, the ledger is no part of the input: new grants only reduce the free
+        capacity, so another attempt would not succeed."""
         agent_state = self._agent_state
         return records, agent_state.inventory.gpus(agent_state.ledger.gpu_registry), None if self._free else agent_state.ledger
 
@@ -192,7 +195,8 @@ class TakeOver:
         return len(rebuilt.added)
 
     async def _note(self) -> None:
-        """Saves that the migration is finished. If the kubelet's checkpoint is unreadable, the next start must try again."""
+        """Saves that the migration is finished. While the kubelet's checkpoint is unreadable, nothing is saved, and the next start tries
+        again."""
         if self._remember is None or not (self._taken and self._free) or self._entries is None:
             return
         try:
@@ -229,7 +233,7 @@ class TakeOver:
         return running
 
     def _reason(self, running: Mapping[tuple[str, str], PodKey | None]) -> str:
-        """For the node's condition, with some containers. The log event, written once, names all."""
+        """The text of the node's condition, which names some of the containers. A log event names all of them, once."""
         problem = (
             f"{listed(running)} hold GPUs from gpu-manager, and {self._path} does not say which: no GPU is offered until "
             "this is known, since the same GPU could be granted twice"
@@ -241,9 +245,9 @@ class TakeOver:
 
 
 def listed(holders: Mapping[tuple[str, str], PodKey | None]) -> str:
-    """The first of these containers as text, with the pod's UID if its name is not known."""
+    """The first _MOST_NAMED containers as text. A pod without a known name is shown by its UID."""
     texts = list(_texts(holders))
-    return ", ".join(texts[:_NAMED]) + (f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else "")
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else "")
 
 
 def _texts(holders: Mapping[tuple[str, str], PodKey | None]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Plans the move of a node from gpu-manager to gpumgr. The plan needs gpu-manager's flags: from a text, from the running process, or from
 the manifest of its DaemonSet.
 
-Source of its image's flags: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5. gpumgr reads gpu-manager's checkpoint once
-and never writes it, so running containers keep their GPUs, and there is a way back.
+Source of the flags in gpu-manager's image: build/start.sh and gpu-manager.yaml of tkestack/gpu-manager 1.1.5. gpumgr takes the running
+containers' GPUs from gpu-manager's checkpoint, so they keep these GPUs. It never writes the checkpoint, so there is a way back.
 """
 
 import os
@@ -32,7 +32,8 @@ _IMAGE: Final = re.compile(r"(^|/)gpu-manager([:@]|$)")
 #: In `sh -c "..."`: where the program starts, and what ends its command.
 _IN_SCRIPT: Final = re.compile(r"(^|[\s/;&|])gpu-manager(?=\s)")
 _SHELL: Final = re.compile(r"[;&|\n]|\s[0-9]?>")
-_FILES: Final = ("extra-config", "volume-config")
+#: The flags that name a file.
+_FILE_FLAGS: Final = ("extra-config", "volume-config")
 
 
 class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +43,8 @@ class DaemonSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """`flags`: (name, text); the last one of a name counts. `root`: where gpu-manager's file system is visible from here. `daemon_set`
-    None: a service of the host, or not known. `pid` None: no running process is known."""
+    """`flags`: (name, text); if a name repeats, its last text counts. `root`: the path at which this process sees gpu-manager's root
+    directory. `daemon_set` None: a service of the host, or not known. `pid` None: no running process is known."""
 
     flags: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -52,11 +53,11 @@ class GpuManagerCommand(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
 
     def argv(self) -> tuple[list[str], list[str]]:
-        """(arguments for `parse_gpu_manager_flags`, notes). File paths are as visible from here."""
+        """(arguments for `parse_gpu_manager_flags`, notes). Paths of files are as this process sees them."""
         notes, argv = list(self.notes), []
         for name, text in self.flags:
             path = self.root / text.lstrip("/")
-            if name not in _FILES or not text:
+            if name not in _FILE_FLAGS or not text:
                 argv.append(f"--{name}={text}")
             elif path.exists():
                 argv.append(f"--{name}={path}")
@@ -148,8 +149,8 @@ _DOCKERSHIM: Final = "dockershim"
 
 class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
     """`live`: UIDs of the pods with devices in the kubelet's checkpoint; None if it is unreadable or names no pod. `holders`: containers
-    with ids of gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that accept connections.
-    `registered`: resource -> how many ids the kubelet has."""
+    that have device ids of gpu-manager, according to the kubelet. `names`: UID -> pod. `answering`: gpu-manager's sockets that accept
+    connections. `registered`: resource -> how many device ids the kubelet has."""
 
     node: str
     checkpoint: Path
@@ -162,7 +163,7 @@ class GpuManagerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_gpu_manager(command: GpuManagerCommand, found: GpuManagerState, *, to: Path) -> Plan:
-    """`to`: the settings file that the plan writes. Raises SettingsError for refused flags, InputError for unreadable files of flags."""
+    """`to`: the settings file that the plan writes. Raises SettingsError for refused flags, InputError for unreadable files in flags."""
     argv, notes = command.argv()
     parsed = parse_gpu_manager_flags(argv)
     overrides = dict(parsed.overrides)

@@ -72,8 +72,8 @@ _DEFAULTS: Final = (
     "`--manifest hami.yaml`"
 )
 _FLAGS: Final = (
-    "the flags of HAMi's device plugin are not converted: --mig-strategy is node.mig_strategy here, --nvidia-driver-root "
-    "vcuda.driver_roots, --device-list-strategy enforcement.injection, --kubelet-socket kubelet.device_plugin_dir"
+    "the flags of HAMi's device plugin are not converted: set node.mig_strategy for --mig-strategy, vcuda.driver_roots for "
+    "--nvidia-driver-root, enforcement.injection for --device-list-strategy, kubelet.device_plugin_dir for --kubelet-socket"
 )
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
@@ -87,8 +87,8 @@ class _File(msgspec.Struct):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings`, `replica_settings`: by dotted keys; the latter are for pods that keep HAMi's resources. `selector`: the labels that a
-    node needs for HAMi's plugin, empty if not known. `library_dir`: the folder of HAMi's library on the host."""
+    """The keys of `settings` and `replica_settings` are dotted. `replica_settings` are for pods that keep HAMi's resources. `selector`: the
+    labels that a node needs for HAMi's plugin, empty if not known. `library_dir`: the folder of HAMi's library on the host."""
 
     settings: Mapping[str, object]
     replica_settings: Mapping[str, object]
@@ -99,22 +99,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(objects: Sequence[Object], node: str) -> Config:
-    """Uses the ConfigMaps and workloads among the objects, and HAMi's defaults without them. Raises InputError for an invalid object."""
-    both = dict(_merged(objects, node))
+    """Reads the ConfigMaps and workloads among the objects. Without them HAMi's defaults apply. Raises InputError for an invalid object."""
+    given = dict(_merged(objects, node))
     container, selector = _plugin(objects)
     plugin = container.environment
     settings: dict[str, object] = {"metrics.hami_names": True}
-    memory = both.get("preconfigureddevicememory")
+    memory = given.get("preconfigureddevicememory")
     if isinstance(memory, int) and LEAST_UNREPORTED_MEBIBYTES <= memory <= MOST_UNREPORTED_MEBIBYTES:
-        settings["nvml.unreported_memory_mebibytes"] = both.pop("preconfigureddevicememory")
+        settings["nvml.unreported_memory_mebibytes"] = given.pop("preconfigureddevicememory")
     notes = [] if any(_files(objects, _DEVICE_CONFIG)) else [_DEFAULTS]
     if any(word.startswith("-") for word in container.words):
         notes.append(_FLAGS)
-    notes += _notes(both)
+    notes += _notes(given)
     policy = _policy(objects)
     if policy is None:
         notes.append(
-            "HAMi spreads shares over GPUs unless it is set to binpack, gpumgr packs them; "
+            "HAMi spreads shares over GPUs unless it is set to binpack, but gpumgr packs them; "
             "the setting `placement.policy: spread` keeps HAMi's order"
         )
     elif policy != "binpack":
@@ -123,17 +123,17 @@ def read_config(objects: Sequence[Object], node: str) -> Config:
             notes.append(f"{_POLICY}={policy} has no counterpart: whole GPUs are always placed by topology, shares are spread")
     notes += _health(plugin, settings)
     replica_settings = {
-        key: both[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(both.get(name), str | int | float)
+        key: given[name] for name, key in _REPLICA_SETTINGS.items() if isinstance(given.get(name), str | int | float)
     }
     if isinstance(factor := replica_settings.get("hami.memory_factor"), int | float) and factor < 1:
         replica_settings["hami.memory_factor"] = 1  # HAMi replaces a smaller factor by 1
-    if profiles := _mig_profiles(both):
+    if profiles := _mig_profiles(given):
         replica_settings["hami.mig_profiles"] = profiles
     return Config(
         settings=settings,
         replica_settings=replica_settings,
         notes=tuple(notes),
-        resources=_resources(both),
+        resources=_resources(given),
         selector=selector,
         library_dir=(hook if (hook := Path(plugin.get("HOOK_PATH") or _HOOK_PATH)).is_absolute() else _HOOK_PATH) / "vgpu",
     )
@@ -213,7 +213,7 @@ def _health(plugin: Mapping[str, str], settings: dict[str, object]) -> Iterator[
 
 
 def _shown(value: object) -> str:
-    """The beginning of the value as JSON; values that only YAML has appear as Python text."""
+    """The beginning of the value as JSON. Values that JSON does not have, such as YAML's dates, appear as Python text."""
     try:
         return legible(json.dumps(value, default=str, skipkeys=True), _MAX_SHOWN)
     except ValueError:  # a hexadecimal number of thousands of digits

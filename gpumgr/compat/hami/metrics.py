@@ -43,7 +43,7 @@ Series = Mapping[Values, float | None]
 
 
 def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> Iterator[RenderedFamily]:
-    """`pods`: the known pods of the node. The gauges of pods need them for a container's index in its pod."""
+    """`pods`: the known pods of the node. They show the index of a container in its pod, which is a label."""
     ledger = report.view.ledger
     shown = report.view.inventory.gpus(ledger.gpu_registry)
     labels = {name: (node, gpu.uuid, str(gpu.index), device_type(gpu.model)) for name, gpu in shown.items()}
@@ -58,6 +58,7 @@ def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> It
 def _twins(
     new: str, old: str | None, about: str, labels: tuple[str, ...], series: Series, translation: Mapping[str, str] = _OLD_LABELS
 ) -> Iterator[RenderedFamily]:
+    """One gauge under its name `new`, and under `old` with the old labels. `old` None: the gauge has only one name."""
     known = {values: value for values, value in series.items() if value is not None}
     for name, names in ((new, labels), (old, tuple(translation[label] for label in labels))):
         if name is not None:

@@ -41,8 +41,9 @@ _UUID: Final = re.compile("GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class HamiState(msgspec.Struct, frozen=True, kw_only=True):
-    """`answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's on this host. `library`: path and SHA-256.
-    `kubelet`: (pod's UID, name) of containers with GPUs of HAMi, according to the kubelet; None if not known."""
+    """`answering`: sockets of HAMi's plugin that accept connections. `folders`: HAMi's folders on this host. `library`: path and SHA-256 of
+    HAMi's library. `kubelet`: (pod's UID, container's name) of the containers with GPUs from HAMi, according to the kubelet; None if not
+    known."""
 
     node: str
     objects: Sequence[Object] = ()
@@ -108,7 +109,7 @@ def _notes(found: HamiState) -> Iterator[str]:
         yield "GPUs are in HAMi's dynamic MIG: the setting `hami.operating_mode: mig` continues it. Static devices need node.mig_strategy"
     odd = [each for each in _cordoned(found) if not _UUID.fullmatch(each)]
     if odd:
-        yield f"{DEVICE_CORDON} contains texts that are no GPU's UUID, which are ignored: {', '.join(odd)}"
+        yield f"{DEVICE_CORDON} contains texts that are not the UUID of a GPU and are ignored: {', '.join(odd)}"
     if found.library is not None:
         path, sha256 = found.library
         yield (
@@ -128,7 +129,8 @@ def _pods_on(found: HamiState) -> Iterator[Pod]:
 
 
 def running_pods(config: Config, found: HamiState) -> tuple[Sequence[Allocation], Sequence[str]]:
-    """(containers that the agent adopts, reasons why it can't adopt others). `gpus`: UUID -> what HAMi's scheduler chose."""
+    """(containers that the agent adopts, reasons why it can't adopt others). `gpus` of a container: UUID -> the amounts that HAMi's
+    scheduler chose."""
     running: list[Allocation] = []
     problems: list[str] = []
     for pod in _pods_on(found):

@@ -1,4 +1,4 @@
-"""Finds the driver's files for the volumes of volume.conf (see `volumes`), below a root: the host's, or a driver container's.
+"""Finds the driver's files for the volumes of volume.conf (see `volumes`) below a root directory: the host's or a driver container's.
 
 `ldconfig -p` lists the libraries in the root's ld.so.cache, and reads every format of that file. Without ldconfig or a cache the usual
 folders are searched.
@@ -24,8 +24,8 @@ _MAX_LINKS: Final = 40
 
 
 def resolve(root: Path, path: str) -> Path | None:
-    """The regular file that `path` names for a process with this root, without links; None if there is none. Absolute links are followed
-    below the root."""
+    """The regular file that `path` names for a process with this root directory, with symbolic links resolved; None if there is none.
+    Absolute links are followed below the root."""
     parts = list(reversed(PurePosixPath(path).parts))
     current = root
     links = 0
@@ -64,7 +64,7 @@ def _link(current: Path) -> str | None:
 _LDCONFIG_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 _LDCONFIG_TIMEOUT_SECONDS: Final = 30.0
 _CACHE_LINE: Final = re.compile(r"\s+(?P<name>\S+) \((?P<flags>[^)]*)\) => (?P<path>/.*)")
-#: ldconfig's word for a library's machine -> the machine; without such a word it is i386. Source: glibc, elf/cache.c.
+#: ldconfig's word for a library's machine -> the machine. A library without such a word is for i386. Source: glibc, elf/cache.c.
 _MARKERS: Final = {"x86-64": "x86-64", "AArch64": "aarch64", "hard-float": "arm", "x32": "x32", "64bit": "ppc64le"}
 _LIBRARY_FOLDERS: Final = (
     "/usr/lib64",
@@ -87,7 +87,7 @@ _LIBRARY_NAME: Final = re.compile(r"[^/]+\.so(\.[^/]+)?")
 
 
 class CacheEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ld.so.cache. `path` is relative to the root; `machine` None: only the file itself shows it."""
+    """One entry of ld.so.cache. `path` is the path below the root. `machine` is None if only the ELF file shows the machine."""
 
     name: str
     path: str
@@ -112,15 +112,15 @@ def _machine(flags: str) -> str | None:
 
 
 def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str]) -> tuple[Source, ...]:
-    """The root's libraries with names that begin with one of `prefixes`, in the loader's order; without libraries that the cache lists for
-    another machine than `machines`. Raises OSError, DriverFilesError."""
+    """The root's libraries with names that begin with one of `prefixes`, in the loader's order. Libraries that the cache lists for other
+    machines are left out. Raises OSError, DriverFilesError."""
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
     # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
 
 
 def find_binary(root: Path, name: str) -> Path | None:
-    """The program that a shell in the root would run, without links in its path."""
+    """The path of the program that a shell in the root would run, with symbolic links resolved."""
     candidates = (resolve(root, f"{folder}/{name}") for folder in _BINARY_FOLDERS)
     return next((path for path in candidates if path and path.stat().st_mode & 0o111), None)
 
@@ -168,7 +168,7 @@ _LIBCUDA = "libcuda.so"
 
 
 class VolumeSources(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one volume. `missing`: entries of its lists without a file."""
+    """The files of one volume. `missing`: names in the volume's lists for which there is no file."""
 
     libraries: tuple[Source, ...]
     binaries: tuple[Source, ...]
@@ -193,7 +193,7 @@ class DriverInstallation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: str, driver_version: str) -> DriverInstallation:
-    """The first root that has libcuda of the loaded driver, for this machine. Raises DriverFilesError, OSError."""
+    """The driver's files below the first root that has libcuda of this driver version and machine. Raises DriverFilesError, OSError."""
     prefixes = tuple(dict.fromkeys([_LIBCUDA, *(prefix for volume in volumes for prefix in volume.libraries)]))
     machines = {machine, COMPANION.get(machine, machine)}
     others: list[str] = []
@@ -212,7 +212,7 @@ def find_driver(roots: Sequence[Path], volumes: Sequence[Volume], *, machine: st
 
 
 def inspect(path: Path, name: str, *, names: Iterable[str] = ()) -> Source:
-    """`name`: in the mirror. Raises OSError, DriverFilesError."""
+    """`name`: the file's name in the mirror. Raises OSError, DriverFilesError."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DriverFilesError(f"{path} is not a regular file")

@@ -1,4 +1,4 @@
-"""Keeps the mirror: links to the driver's files, or copies, that containers mount."""
+"""Updates the mirror, which containers mount. It consists of hard links to the driver's files, or of copies."""
 
 import asyncio
 import platform
@@ -47,9 +47,9 @@ _log = structlog.get_logger(__name__)
 
 
 class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The folders that containers get at /usr/local/nvidia: links, which stay valid when the driver is replaced.
+    """The folders that containers get at /usr/local/nvidia. They are symbolic links, so their paths stay valid when the driver is replaced.
 
-    share_dir: has the limiting library in place of libcuda and libnvidia-ml. None: it can't be made, for the reason `share_error`.
+    share_dir: has the limiting library in place of libcuda and libnvidia-ml. None: it can't be made; `share_error` says why.
     whole_dir: has the driver's own files. None: volume.conf has no such volume.
     problems: defects that do not prevent the mirror.
     """
@@ -86,7 +86,7 @@ class DriverMirror:
         self._lock = threading.Lock()
 
     async def ensure(self, driver_version: str | None = None) -> DriverFiles:
-        """Updates the mirror for this driver; None: the one that /proc/driver/nvidia/version names.
+        """Updates the mirror for this driver version; None: for the version in /proc/driver/nvidia/version.
 
         Raises SettingsError for a bad volume.conf or equal links, DriverFilesError if there is no driver or the mirror can't be made.
         """
@@ -198,7 +198,7 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the operator fills the folder: it is no link, as a mirror makes, and not at the default path, where gpu-manager's is."""
+    """Whether the operator fills the folder. The mirror makes a symbolic link, and gpu-manager fills the folder at the default path."""
     return whole_dir != _DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 

@@ -1,11 +1,12 @@
-"""The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volumes`); each content of it is a
-version.
+"""The mirror of the driver's files on disk. A volume is a set of these files for containers (see `volumes`). When a volume's content
+changes, the mirror gets a new version of it.
 
     <base>/.versions/<version>/<volume>/{bin,lib,lib64}
     <base>/<link> -> .versions/<version>/<volume>
 
 A version is complete and durable before a link points to it, and never changes. A container keeps the version to which the link leads at
-the container's start. The modification time of a version's folder is when it was last in use. The functions must not run at the same time.
+the container's start. The modification time of a version's folder shows when the version was last in use. Only one of these functions may
+run at a time.
 """
 
 import errno
@@ -36,8 +37,8 @@ _log = structlog.get_logger(__name__)
 
 
 def build(plan: VolumePlan, base: Path) -> bool:
-    """Creates the plan's version unless it exists; returns whether it did. Raises DriverFilesError. A damaged version is renamed, because
-    containers have it mounted."""
+    """Creates the plan's version unless it exists; returns whether it was created. Raises DriverFilesError. A damaged version is renamed
+    and not removed, because containers may have it mounted."""
     versions = base / VERSIONS
     place = versions / plan.version
     fresh = versions / f"{_PARTIAL}making-{plan.version}"
@@ -88,6 +89,7 @@ def switch(plan: VolumePlan, link: Path, *, now_seconds: float) -> bool:
 
 
 def is_current(place: Path, plan: VolumePlan) -> bool:
+    """Whether the version's folder `place` has all files, with their sizes, and all links of the plan."""
     volume = place / plan.volume
     try:
         files = all(

@@ -42,7 +42,7 @@ class NodeDriverFiles:
     def access(self) -> DriverAccess:
         """How new containers, and restarting containers with a CDI spec, get the files."""
         if self._without_driver:
-            return DriverAccess(mounted=False, why="a simulated node has no driver's files")
+            return DriverAccess(mounted=False, why="a simulated node has no driver files")
         found = driver_access(self._setting, self._runtimes)
         if self._undecided:
             # Before the runtime's first answer, an earlier agent's mirror shows that containers need mounts.
@@ -54,7 +54,8 @@ class NodeDriverFiles:
         return self._setting == "auto" and self._runtimes is None
 
     async def update(self, driver_version: str | None) -> None:
-        """Queries the container runtime (while it is silent, its last answer counts), and makes this driver's mirror if one is needed."""
+        """Queries the container runtime, and makes this driver's mirror if one is needed. While the runtime is silent, its last answer
+        counts."""
         await self._ask_runtime()
         self._look_at_device_nodes()
         if driver_version is not None and self._wanted() and not self._is_mirrored(driver_version):
@@ -68,6 +69,7 @@ class NodeDriverFiles:
                 log.warning("driver_files_not_removed", error=str(error))
 
     def vcuda_obstacle(self) -> str | None:
+        """Why containers don't get vcuda's library; None if they get it."""
         if self._made is not None and self._made.share_dir is not None:
             return None
         return self._vcuda_error or self._error or "the driver's files are not mirrored yet"
@@ -105,16 +107,17 @@ class NodeDriverFiles:
     # -- the mirror --------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> bool:
-        """Whether a mirror is needed. While it is undecided how containers get the files, only vcuda's library needs one."""
+        """Whether a mirror is needed. Until it is decided how containers get the driver's files, only vcuda's library needs a mirror."""
         mounted = self.access.mounted and not self._undecided
         supplied = is_supplied(self._settings.container.driver_whole_dir)
         return self._settings.vcuda.library_path is not None or (mounted and not supplied)
 
     def _look_at_device_nodes(self) -> None:
-        """Logs missing device nodes. A container toolkit creates them when a container starts; without one the host must."""
+        """Logs missing device nodes. NVIDIA's container toolkit creates them when a container starts; without the toolkit the host must
+        create them."""
         root = self._settings.container.device_root
-        apart = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
-        missing = [] if apart else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]
+        exempt = self._simulated or not self.access.mounted or (root / WSL_NODE).exists()
+        missing = [] if exempt else [f"{root}/{name}" for name in CONTROL_NODES if not (root / name).exists()]
         text = (
             f"{' and '.join(missing)} missing; run `nvidia-modprobe -u -c 0`, or start nvidia-persistenced" if missing else None
         )

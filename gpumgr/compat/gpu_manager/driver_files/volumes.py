@@ -4,8 +4,8 @@ Pure, except `load`.
     {"volume": [{"name": "nvidia", "base": "/etc/gpu-manager/vdriver", "mode": "ro",
                  "components": {"binaries": ["nvidia-smi"], "libraries": ["libcuda.so"]}}]}
 
-`libraries` are prefixes of file names. As in gpu-manager, the volume `nvidia` is for shares, and the last one with another name for whole
-GPUs. `base`, `mode` and unknown keys have no effect. Without a file the built-in lists apply.
+`libraries` are prefixes of file names. As in gpu-manager, the volume `nvidia` is for shares, and the last volume with another name is for
+whole GPUs. `base`, `mode` and unknown keys have no effect. Without a file the built-in lists apply.
 
     whole volume                                   share volume (`nvidia`)
     lib64/libcuda.so.535.54.03                     lib64/libcuda.so.535.54.03             the real one
@@ -128,7 +128,7 @@ def parse(content: bytes, path: Path) -> VolumeConf:
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
 REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
-#: A node's machine -> the 32-bit machine that it can run programs of, too.
+#: A node's machine -> the 32-bit machine. The node runs programs of both.
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
 #: A driver's version: two or three numbers ("418.67", "535.54.03").
@@ -143,8 +143,8 @@ _DRIVER_NEEDS: Final = ("libnvidia-glcore.so", "libnvidia-eglcore.so", "libGLdis
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of the host, as a path without links. `name`: in the mirror. `elf` None: not an ELF file. `names`: all names by which the
-    loader finds a library.
+    """One file of the host. `path` has no symbolic links. `name`: the name in the mirror. `elf` None: not an ELF file. `names`: all names
+    by which the loader finds a library.
 
     `sha256` is set only for the operator's files. These are copied, never linked, so that later writes to them have no effect.
     """
@@ -167,8 +167,8 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`files` and `links`: by path in the volume; a link leads to a name in its own folder. `version`: a digest of both, with the driver's
-    files by path, inode, size and time."""
+    """The keys of `files` and `links` are paths in the volume. A link leads to a name in its own folder. `version` is a digest of `files`
+    and `links`, which takes path, inode, size and time of a driver's file, and the SHA-256 of an operator's file."""
 
     volume: str
     version: str
@@ -185,7 +185,8 @@ def plan_volume(
     driver_version: str,
     overlay: Overlay | None = None,
 ) -> VolumePlan:
-    """With `overlay` the result is a share volume. If files have the same name, the one of the driver's version is used, else the first."""
+    """With `overlay` the result is a share volume. If several files have the same name, the file of the driver's version is used, else the
+    first file."""
     builder = _PlanBuilder(machine, driver_version, overlay)
     if overlay:
         builder.overlay(overlay)

@@ -45,14 +45,14 @@ class ImageCheck:
     """Finds images with a newer CUDA than the library supports. NVIDIA's images declare it in their environment: CUDA_VERSION (`12.4.1`)
     and NVIDIA_REQUIRE_CUDA (`cuda>=12.4 brand=tesla,driver>=470 ...`).
 
-    `environment_of`: process -> its environment. The container controls its size and content, and can block the call, which thus has its
-    own thread.
+    `environment_of`: process -> its environment. The container controls the environment's size and content and can block its reader, so
+    the read has its own thread.
     """
 
     def __init__(self, environment_of: Callable[[int], bytes]) -> None:
         self._environment_of, self._calls = environment_of, DaemonCalls("vcuda_environment")
-        #: (container id, whether it uses a GPU) -> the result. At a container's start the environment may still be the runtime's, so it is
-        #: read again once the container uses a GPU.
+        #: (container id, whether the container uses a GPU) -> the result. When a container starts, its process may still have the
+        #: environment of the container runtime, so the environment is read again once the container uses a GPU.
         self._found: dict[tuple[str, bool], Finding | None] = {}
 
     async def findings(self, running: Sequence[RunningContainer]) -> list[Finding]:

@@ -9,8 +9,8 @@ a container can lock a file that it can only read, and would block the agent.
 `pids.config` is an array of the host's pids, int32, ascending, because the library searches it by bisection. The library reads at most
 1,024 and counts only their GPU memory. With an empty file it limits nothing.
 
-Processes register by gpu-client.c, a static program. gpumgr's image may contain it compiled beside this module; otherwise `cc` compiles it
-on the node.
+The library runs gpu-client to register a process. gpu-client is a static program: gpumgr's image may contain it beside this module;
+otherwise `cc` compiles gpu-client.c on the node.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ INIT_PID: Final = 1
 def pack_config(tenant: GpuShare) -> bytes:
     """The content of vcuda.config, the limits of one GPU. Raises Refusal for several GPUs, and if a name does not fit.
 
-    Without a soft limit the cores are a hard limit (hard_limit 1). With one, the container may use cores up to it while others are idle.
-    The library passes uid and name to gpu-client, which requires both, so the allocation's id replaces a missing one.
+    Without a soft limit the cores are a hard limit (hard_limit 1). With a soft limit, the container may use cores up to this limit while
+    others are idle. gpu-client requires the pod's UID and the container's name, so the allocation's id replaces a missing one.
     """
     gpu = tenant.only_gpu("vcuda")
     return _LAYOUT.pack(

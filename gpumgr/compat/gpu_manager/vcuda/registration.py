@@ -1,8 +1,9 @@
 """The service VCUDAService of proto/vcuda/api.proto. The library in a container calls it before a process uses CUDA for the first time.
 
-Containers are not trusted, so the message's content is ignored. The socket identifies the allocation, the kernel the calling process, the
-process's cgroup the container. The container must have the allocation's pod and name, as the kubelet lists them. If a name is missing
-(without an API server the agent does not know the names of init containers), the process must have the allocation's folder mounted.
+Containers are not trusted, so the message's content is ignored. The socket identifies the allocation, the kernel identifies the calling
+process, and the process's cgroup identifies the container. The container must have the allocation's pod and name, as the kubelet lists
+them. If a name is missing (without an API server the agent does not know the names of init containers), the process must have the
+allocation's folder mounted.
 """
 
 import asyncio
@@ -135,8 +136,8 @@ class RegistrationService:
 
 
 def belongs(container: Container, tenant: GpuShare) -> Literal["yes", "no", "unclear"]:
-    """Whether this is the tenant's container, by the pod's UID (else its name) and the container's name. "unclear": a value that "yes"
-    needs is missing. A static pod has two UIDs, of the runtime and of the API server."""
+    """Whether this is the tenant's container. Compares the pod's UID (if it is missing, the pod's name) and the container's name.
+    "unclear": a value for the comparison is missing. A static pod has one UID in the runtime and another in the API server."""
     uids = {uid for uid in (tenant.pod_uid, tenant.runtime_uid) if uid}
     if uids:
         same_pod: bool | None = container.pod_uid in uids

@@ -30,7 +30,7 @@ _BACKLOG: Final = 128
 _MOST_CONNECTIONS: Final = 128
 #: Longer than any client waits for an answer.
 _MOST_CONNECTION_SECONDS: Final = 30.0
-#: A registration has some hundred bytes, but h2 alone would collect a frame of 16 MiB before it refuses it.
+#: A registration has some hundred bytes, but h2 itself would collect up to 16 MiB of a frame before it refuses the frame.
 _MOST_CONNECTION_BYTES: Final = 256 * 1024
 #: The smallest window that grpclib allows; it bounds the unread bytes of a connection.
 _WINDOW_BYTES: Final = 65535

@@ -269,4 +269,4 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
     assert ["kubectl", "label", "node", "gpu-7", f"{evil}={evil}"] in words
     assert ["rm", "-r", f"/tmp/{evil}"] in words
     assert [line[3] for line in words if line[:3] == ["gpumgr", "gpu", "cordon"]] == [UUIDS[0]]
-    assert "hami.io/device-cordon contains texts that are no GPU's UUID, which are ignored: GPU-1; reboot #" in made.notes
+    assert "hami.io/device-cordon contains texts that are not the UUID of a GPU and are ignored: GPU-1; reboot #" in made.notes
