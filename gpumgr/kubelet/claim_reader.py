@@ -4,11 +4,11 @@ pods.
 A GET reads the claim, because no watch selects the claims of one node. The kubelet waits for 45 s and retries a failed claim after more
 than a minute, so transient faults are retried here.
 
-The kubelet prepares a pod's claims again at once when the pod changes. So `WaitingPods` annotates, with growing pauses, each pod with a
-claim that is not prepared some seconds after the pod's binding. The kubelet does not call the driver in two cases. The driver is not
-registered; or the API server hides the claim from the kubelet ("no relationship found between node and this object"), while the authorizer
-has not processed the pod's binding yet (seen with 40 pods at once). A claim in the ledger is prepared: its pod waits for something else,
-such as its image.
+The kubelet prepares a pod's claims again at once when the pod changes. So if a claim is still not prepared some seconds after its pod's
+binding, `WaitingPods` annotates the pod, again and again with growing pauses. There are two causes. Either the driver was not registered,
+or the API server hid the claim from the kubelet ("no relationship found between node and this object"), because the authorizer had not
+processed the pod's binding yet (seen with 40 pods at once). A claim in the ledger is prepared, so a pod that still waits does not wait for
+this claim.
 """
 
 import asyncio
@@ -35,12 +35,13 @@ _CONNECTIONS: Final = 8
 #: The timeout of one try; the first and the longest pause between tries.
 _TRY_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = (0.1, 2.0)
-#: The statuses from 300 to 499 that are retried. Statuses outside that range are all retried, also 200: its body was not JSON.
+#: The statuses from 300 to 499 that are retried. All statuses outside that range are retried, even 200: then the body was not JSON.
 _TRANSIENT: Final = (401, 408, 429)
 
 
 class ShareConfig(msgspec.Struct, rename="camel", frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The configuration of a DeviceClass for this driver ("opaque" in Kubernetes' terms): another mechanism for the shares."""
+    """The configuration of a DeviceClass for this driver ("opaque" in Kubernetes' terms). `enforcement`: the mechanism that limits the
+    shares of the class, if it is not the node's own."""
 
     api_version: Literal["gpumgr.io/v1"]
     kind: Literal["ShareConfig"]
@@ -99,8 +100,8 @@ def claim_path(namespace: str, name: str) -> str:
 
 
 async def find_shares(server: ApiServer, pool: str, namespace: str, name: str) -> tuple[str, set[Share]]:
-    """The UID of the present claim of this name ("" if there is none), and its (device, share id or None) in this pool. Raises UNREADABLE,
-    and what requests raise."""
+    """The UID of the present claim of this name ("" if there is none), and the claim's shares in this pool: (device, share id or None).
+    Raises UNREADABLE, and what requests raise."""
     if (claim := await server.find(claim_path(namespace, name))) is None:
         return "", set()
     devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {})
@@ -178,7 +179,7 @@ def _share(result: Mapping[str, Any]) -> ClaimShare:
 
 
 def _enforcement(own: Sequence[Mapping[str, Any]], configs: Sequence[Mapping[str, Any]]) -> str | None:
-    """The mechanism that the DeviceClass names. All requests of a claim must have the same one."""
+    """The mechanism that the DeviceClass names; None if it names none. All requests of a claim must have the same mechanism."""
     found: dict[str, set[str]] = {str(each["request"]): set() for each in own if each.get("adminAccess") is not True}
     for config in configs:
         opaque = config.get("opaque") or {}

@@ -1,16 +1,16 @@
 """Registers the DRA driver with the kubelet, and keeps it registered.
 
 The kubelet watches a folder for registration sockets and makes two calls at each. GetInfo returns the path of the DRA socket, which has the
-driver's services. NotifyRegistrationStatus has the result. The removal of the registration socket ends a registration. Source:
-pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
+driver's services. NotifyRegistrationStatus reports whether the kubelet accepted the driver. The removal of the registration socket ends a
+registration. Source: pkg/kubelet/pluginmanager and pkg/kubelet/cm/dra/plugin of Kubernetes 1.37.
 
 Invariants:
 1. The registration socket is made after the DRA socket listens, and removed before the DRA socket is closed.
 2. Sockets that other programs remove or replace by sockets are made again; connections and calls continue. Any other file in their place is
    kept and reported.
-3. Only `suspend` and `stop` remove sockets. The next process removes the sockets of a killed process, also if its `instance` differs.
+3. Only `suspend` and `stop` remove sockets. The next process removes the sockets of a killed process, even if its `instance` differs.
 
-The kubelet (1.34 and later) keeps a connection to the DRA socket, so its loss shows that the registration has ended.
+The kubelet (1.34 and later) keeps a connection to the DRA socket. The loss of this connection shows that the registration has ended.
 """
 
 import asyncio
@@ -85,8 +85,8 @@ class DraLink:
         self._problem: str | None = None  # what is wrong with the sockets
         self._refusal: str | None = None  # why the kubelet refuses the driver
         self._confirmed = False  # the kubelet reported success for this registration socket
-        self._since = 0.0
-        self._connected_at = 0.0  # when the kubelet last confirmed, or had a connection to the DRA socket
+        self._since = 0.0  # when the registration socket was made; 0.0: never
+        self._connected_at = 0.0  # when the kubelet last answered a registration, or had a connection to the DRA socket
         self.state = LinkState()
         self._remove_leftovers()
 
@@ -96,7 +96,7 @@ class DraLink:
         return any(path != own and is_served(path) for path in folder.glob(socket_patterns()[1]))
 
     async def run(self) -> None:
-        """Keeps the driver registered until `stop` or cancellation, which keeps the sockets. May be called again."""
+        """Keeps the driver registered until `stop` or cancellation. A cancellation keeps the sockets. May be called again."""
         async with asyncio.TaskGroup() as group:
             self._daemon = group.create_task(forever("dra_link", self._keep), name="dra_link")
 
@@ -218,7 +218,7 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
 
 
 def socket_patterns() -> tuple[str, str]:
-    """For the DRA sockets (in the driver's folder) and the registration sockets of all instances."""
+    """Glob patterns for the DRA sockets (in the driver's folder) and the registration sockets of all instances."""
     return "dra*.sock", f"{DRA_DRIVER}-*reg.sock"
 
 

@@ -2,7 +2,7 @@
 
 Invariants:
 1. Every requested claim has an entry in the response. A failure is the `error` of its claim alone; `kubectl describe pod` shows it.
-2. A call is completed even if the kubelet cancels it. Its claims are decided at the same time.
+2. A call is completed even if the kubelet cancels it. The claims of a call are decided concurrently.
 3. Only a malformed request is answered with a gRPC status.
 
 The service DRAResourceHealth, v1 and v1alpha1, streams the health of the devices to the kubelet, which shows it in the status of pods.

@@ -111,7 +111,7 @@ class DraSide:
         return {DRA_DRIVER: replace(self.link.state, error=self.held_back or self.link.state.error)}
 
     def apply(self, settings: Settings) -> None:
-        """The slice changes at once, decisions from the next one on."""
+        """Applies changed settings: to the slice at once, to claims from the next one on."""
         self._settings = settings
         self.update()
 
@@ -141,9 +141,9 @@ class DraSide:
             self._serve(group)
 
     async def run_out(self) -> None:
-        """Deletes the slice only if the node may have one, because the agent may lack the right in mode plugin. Serves the Unprepare of
-        prepared claims until none is left, because drained pods end only after it. If the ledger was lost, it first adopts the claims of
-        the node's pods."""
+        """Ends mode dra. Deletes the slice, but only if the node may have one, because in mode plugin the agent may lack the right. Serves
+        NodeUnprepareResources until no prepared claim is left, because drained pods end only after this call. If the ledger was lost,
+        first adopts the claims of the node's pods."""
         async with asyncio.TaskGroup() as group:
             if self._had_claims or self._agent_state.ledger.claims:
                 group.create_task(self._withdraw(), name="slice_withdrawal")
@@ -177,10 +177,10 @@ class DraSide:
     async def stop(self, grace_seconds: float) -> None:
         """Withdraws the slice, and ends the registration a second later, because pods that were bound just before would otherwise wait for
         a minute. If another agent has registered the driver, the slice stays."""
-        succeeded = await asyncio.to_thread(self.link.has_other_instance)
+        has_successor = await asyncio.to_thread(self.link.has_other_instance)
         # Each part has a limit, so that a hanging API server or call leaves time for the rest.
         part = grace_seconds / 3
-        if self._publishing is not None and not succeeded and await self.publisher.withdraw(timeout_seconds=part):
+        if self._publishing is not None and not has_successor and await self.publisher.withdraw(timeout_seconds=part):
             await asyncio.sleep(AFTER_WITHDRAWAL_SECONDS)
         await self.link.stop(part)
 
@@ -208,7 +208,8 @@ class DraSide:
         return self.held_back
 
     async def _adopt(self) -> None:
-        """After the loss of the ledger: prepares the claims of the node's pods again, because the kubelet does not. Removes LOST_NOTE."""
+        """After the loss of the ledger: prepares the claims of the node's pods again, because the kubelet does not request that. Then
+        removes LOST_NOTE."""
         while (failure := await self._adopt_once()) is not None:
             self._hold(f"{_LOST}: {failure}" if self._had_claims or self._pods.synced else None)
             await self.link.suspend()
@@ -248,6 +249,8 @@ class DraSide:
         return None
 
     async def _reclaim(self) -> None:
+        """Frees leaked claims (`NodeClaims.reclaim`) at intervals."""
+
         async def find(claim: ClaimRef) -> tuple[str, Collection[Share]] | None:
             try:
                 return await find_shares(self._server, self._settings.node.name, claim.namespace, claim.name)
@@ -270,7 +273,7 @@ class DraSide:
 
     async def _keep_specs(self) -> None:
         """Writes CDI specs again that other programs have removed or changed; all of them if the driver has numbered its GPUs anew. A
-        container that restarts needs its spec, and causes no Prepare."""
+        container that restarts needs its CDI spec, but the kubelet does not prepare its claim again."""
         minors = self._minors()
         while True:
             await asyncio.sleep(CDI_CHECK_SECONDS)

@@ -3,8 +3,8 @@
 A plugin is found by its socket in the kubelet's folder, because the kubelet's API does not list plugins, and not every plugin's device ids
 name GPUs.
 
-An agent takes the locks before it listens. The kernel releases a lock when its holder ends. The lock file is kept, because two agents could
-lock two files otherwise.
+An agent takes the locks before it listens. The kernel releases a lock when its holder ends. The lock file is never removed: if it were, an
+agent could lock the removed file and another agent a new one.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ BY_SYSTEMD: Final = " (systemd)"
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the kubelet's plugin folder, because two agents can have different lock files. A folder that does not exist is not locked.
+    """Locks the kubelet's plugin folder, because two agents may be configured with different lock files. Does nothing if the folder does
+    not exist.
 
     Raises AlreadyRunning if another process holds the lock.
     """
@@ -62,7 +63,7 @@ def lock_node(path: Path) -> Iterator[None]:
 
 def holder(path: Path) -> str | None:
     """The text "pid N, " for the process that holds a lock on this file or folder; "" if its pid is not known; None without a lock. Takes a
-    shared lock for an instant. An agent that starts in it ends with code 3, and is started again."""
+    shared lock for an instant. An agent that starts at this instant ends with code 3, and is started again."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

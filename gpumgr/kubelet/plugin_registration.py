@@ -9,8 +9,8 @@ Invariants:
    the end of an old stream would disconnect the new registration.
 5. Each registration has a new socket path. Kubelets since 1.36 find clients by resource name and path. If a plugin registers again at a
    known path, the kubelet forgets the client but not its endpoint, and refuses the path until it restarts.
-6. Nothing is registered while `held_back_by` returns a reason. After None it is not called again: pods may then hold GPUs that only this
-   process knows of, and another plugin would grant them again.
+6. Nothing is registered while `held_back_by` returns a reason. Once it has returned None, it is not called again and the agent stays
+   registered: pods may then hold GPUs that only this process knows of, and another plugin would grant these GPUs again.
 """
 
 import asyncio
@@ -76,6 +76,7 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     first_watch_seconds: float = 12.0
     #: When a socket is replaced: how long calls and then the kubelet's disconnection may take together.
     handover_seconds: float = 5.0
+    #: The interval of the calls of `held_back_by`.
     held_back_seconds: float = 2.0
 
 
@@ -201,7 +202,7 @@ class _ResourceLink:
                 continue
             retry_seconds = self._timing.first_retry_seconds
             former, lost = lost, await self._until_lost(server, kubelet)
-            if not former == lost == "never_watched":
+            if not former == lost == "never_watched":  # a kubelet that never watches is logged once
                 self._log.warning("registration_lost", reason=lost)
             self._become(replace(self.state, registered=False))
             # A kubelet that starts removes its earlier socket before it makes the new one.
@@ -282,6 +283,8 @@ class _ResourceLink:
 
 
 class ListMeter(Protocol):
+    """Counts the published device lists."""
+
     def listed(self, resource: str) -> None: ...
 
     def add_resource(self, kind: str, name: str) -> None: ...

@@ -1,12 +1,13 @@
 """What the kubelet records about the devices of containers: PodResources `List`, and the file `kubelet_internal_checkpoint`.
 
-`List` has the ids of running pods. The kubelet limits it to 100 calls per second, in bursts of 10, for all clients of the node; a refused
-call is retried for a short time. The answer has every id of the node, so a pod's ids are decoded only when they are requested.
+`List` has the ids of running pods. The kubelet limits `List` to 100 calls per second, in bursts of 10, for all clients of the node; a
+refused call is retried for a short time. The answer of a full node has thousands of ids, so a pod's ids are decoded only when they are
+requested.
 
 The file also has pod UIDs, ordinary init containers, and the responses of Allocate, so it has priority in a rebuild of the ledger. The
-kubelet writes it after Allocate, so Allocate can't use it. Its format is internal to the kubelet: `DeviceIDs` is a list before 1.20, later
-a map from NUMA node to ids; the oldest files have no `Data` level. The checksum is a hash of the data as Go prints it, so it can't be
-verified here.
+kubelet writes the file after Allocate, so the agent can't use it to decide an Allocate. The file's format is internal to the kubelet:
+`DeviceIDs` is a list before 1.20, later a map from NUMA node to ids; the oldest files have no `Data` level. The checksum is a hash of the
+data as Go prints it, so it can't be verified here.
 """
 
 import asyncio
@@ -96,7 +97,7 @@ def _decoded(text: bytes) -> _Data:
 async def read_kubelet_checkpoint(
     path: Path, *, attempts: int = 5, retry_seconds: float = 0.02
 ) -> tuple[CheckpointEntry, ...] | None:
-    """The entries of the file at `path`; None without a file, because the kubelet writes it with the first device. Retries the read,
+    """The entries of the file at `path`; None if it does not exist, because the kubelet creates it with the first device. Retries the read,
     because the kubelet may be writing. Raises KubeletError after the last attempt."""
     for attempt in range(1, attempts + 1):
         try:
@@ -113,8 +114,7 @@ async def read_kubelet_checkpoint(
 
 
 def pods_with_devices(entries: Sequence[CheckpointEntry] | None) -> frozenset[str] | None:
-    """UIDs of the pods that have devices; None without entries. Then a pod that is missing may still run, because a kubelet that lost its
-    state does not list running pods."""
+    """UIDs of the pods that have devices. None without entries: the kubelet may have lost its state, so pods with devices may run."""
     return frozenset(entry.pod_uid for entry in entries) if entries else None
 
 
@@ -148,7 +148,7 @@ def of_existing_pods(entries: Sequence[CheckpointEntry], pods: Pods) -> Sequence
 
 
 async def stored_nodes(device_plugin_dir: Path, allocation: AllocationId) -> Collection[str]:
-    """The names of the GPU device nodes in the responses for this allocation; empty if the file can't be read."""
+    """The names of the GPU device nodes in the stored responses to Allocate of this allocation; empty if the file can't be read."""
     with suppress(KubeletError):
         entries = await read_kubelet_checkpoint(device_plugin_dir / FILE_NAME) or ()
         responses = [each.response() for each in entries if allocation.encode() in (each.encoded or b"")]

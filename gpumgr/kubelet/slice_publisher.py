@@ -46,8 +46,8 @@ class PublishTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
-    """`published`: the API server has the slice with all `devices`. `error`: the last failure since that was so. `dropped`: what the API
-    server does not store, and the remedy."""
+    """`published`: the API server has the slice. `devices`: the number of devices in it. `error`: the last failure, until the slice is
+    published again. `dropped`: what the API server does not store, and the remedy."""
 
     published: bool = False
     devices: int = 0

@@ -1,4 +1,4 @@
-"""The ResourceSlice of this node (resource.k8s.io/v1): its content, and what of it the API server has dropped. Pure.
+"""The ResourceSlice of this node (resource.k8s.io/v1): its content, and which fields of it the API server has dropped. Pure.
 
 kube-scheduler takes the first devices that fit, so the order of the slice decides the placement: claims for whole GPUs fill an empty node
 by groups of close GPUs. The order is fixed, because every change makes kube-scheduler try all pending pods again. Only the hardware, its
@@ -88,8 +88,8 @@ def slice_devices(
 
 
 def with_lost(before: Sequence[SliceDevice], now: Sequence[SliceDevice]) -> tuple[SliceDevice, ...]:
-    """The devices of `now`, and with LOST_TAINT the ones that only `before` has, because claims may hold them. Keeps the order of `before`,
-    because the topology without the lost devices has another order."""
+    """The devices of `now`, and the devices that only `before` has. The latter get LOST_TAINT and stay, because claims may hold them. Keeps
+    the order of `before`, because the topology without the lost devices has another order."""
     found = {device.name: device for device in now}
     lost = [device for device in before if device.name not in found]
     if not lost:
@@ -144,8 +144,8 @@ def stored_slice(item: Mapping[str, Any]) -> StoredSlice:
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API server did not store: the fields for sharing (`sharing`), so no device can be shared, or the taints, so tainted devices
-    would be allocated."""
+    """What the API server did not store. `sharing` True: the fields for sharing, so no device can be shared. False: the taints, so tainted
+    devices would be allocated."""
 
     sentence: str
     sharing: bool
