@@ -1,7 +1,7 @@
 """The annotations that agents and the scheduler exchange, version 1: their JSON and its strict validation.
 
-The agent writes `gpumgr.io/inventory` on a node: its GPUs, and what pods hold unless their placement covers it. The scheduler writes
-`gpumgr.io/placement` on a pod in the Binding: the GPUs of each container.
+The agent writes `gpumgr.io/inventory` on a node: its GPUs, and what each pod holds, unless the pod's placement covers that. The scheduler
+writes `gpumgr.io/placement` on a pod in the Binding: the GPUs of each container.
 
 Readers ignore unknown fields, because a later release may add one within a version. Equal values have equal texts.
 """
@@ -132,7 +132,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """`containers`: name -> its GPUs. It is empty if the agent must choose the GPUs (Topology Manager policy other than none)."""
+    """`containers`: name -> the container's GPUs; empty if the agent must choose the GPUs (Topology Manager policy other than none)."""
 
     version: Literal[1] = 1
     node: Annotated[str, Meta(min_length=1, max_length=253)]

@@ -40,8 +40,8 @@ def replica_request(
     memory = amount(resources.memory_resource) * resources.memory_factor or (0 if percent else resources.default_memory)
     if count == 0:
         return None
-    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory. Pods that it did not see are treated
-    # alike.
+    # HAMi's webhook sets 100 cores if a container requests neither cores nor a part of the memory. gpumgr does so, too, for pods that the
+    # webhook did not see.
     whole = resources.core_resource not in wanted and not memory and percent in (0, 100) and not resources.default_cores
     cores = amount(resources.core_resource) if resources.core_resource in wanted else resources.default_cores
     return ReplicaRequest(
@@ -55,7 +55,7 @@ def replica_request(
 
 
 def devices_text(containers: Iterable[Iterable[tuple[str, Amounts]]]) -> str:
-    """The text that `placed_by_hami` reads. `containers`: the GPUs of each container of a pod, also of containers without GPUs."""
+    """The text that `placed_by_hami` reads. `containers`: for each container of a pod its GPUs, or nothing for a container without GPUs."""
     return "".join(
         "".join(f"{uuid},NVIDIA,{amounts.memory_mebibytes},{amounts.cores}:" for uuid, amounts in gpus) + ";"
         for gpus in containers
@@ -94,6 +94,8 @@ _Number = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory slices of a MIG device: the first slice, and the number of slices."""
+
     start: MigStart
     size: MigSize
 

@@ -43,8 +43,8 @@ def pod_annotations(
 ) -> dict[str, str]:
     """All keys with their values; {} if the pod has no allocations. Equal input gives an equal text.
 
-    `gpus` are the GPUs that the driver lists; a container on another GPU has no indices. `evaluators`: allocation -> the evaluator that
-    chose its GPUs, if known.
+    `gpus`: the GPUs that the driver lists. A container with any other GPU gets no annotation with its minors. `evaluators`: allocation ->
+    the evaluator that chose its GPUs, if known.
     """
     order = {container.name: place for place, container in enumerate(view.containers)}
     mine = sorted(allocations, key=lambda a: (order.get(a.container or "", len(order)), a.granted_at, a.id))

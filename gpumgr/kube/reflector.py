@@ -5,7 +5,8 @@ Invariants:
    lacks counts as deleted.
 2. No behaviour of the server ends or blocks the reflector. Each wait has a limit, and each failure is retried after a growing, jittered
    pause or Retry-After. Only a watch that lasted for `lasted_seconds` is resumed at once.
-3. Each object is decoded on its own. An object that can't be read is reported in the log and in an event. Its last result stays.
+3. Each object is decoded on its own. An object that can't be read is reported in the log and in an event. The copy keeps its last readable
+   state.
 """
 
 import asyncio
@@ -116,7 +117,7 @@ class Reflector(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._watched, self._on_change, self._on_list = server, watched, on_change, on_list
-        self._pace, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
+        self._times, self._sleep, self._jitter = watch_times or WatchTimes(), sleep, jitter
         self._objects: dict[str, T] = {}
         self._reader = ObjectReader(server, watched)
         #: The resource version to watch from; None: list first.
@@ -133,10 +134,12 @@ class Reflector(Generic[T]):
 
     @property
     def answered(self) -> bool:
+        """Whether the last request succeeded."""
         return self._logged is None
 
     @property
     def unreadable(self) -> int:
+        """How many objects can't be read."""
         return len(self._reader.unreadable)
 
     @property
@@ -164,11 +167,11 @@ class Reflector(Generic[T]):
         self.synced.clear()
 
     async def run(self) -> NoReturn:
-        pause, listing = self._pace.pause_seconds[0], False
+        pause, listing = self._times.pause_seconds[0], False
         while True:
             self._watching_since, wanted = None, 0.0
             # After a list that failed, a watch is tried, because it may still work.
-            listing = self._version is None or (self.silent_seconds >= self._pace.list_seconds and not listing)
+            listing = self._version is None or (self.silent_seconds >= self._times.list_seconds and not listing)
             try:
                 if listing:
                     await self._list()
@@ -176,7 +179,7 @@ class Reflector(Generic[T]):
                 await self._watch(self._version or "")
             except API_FAILURES as error:
                 if listing:
-                    self._list_error, self.outdated_at = failure_text(error), self._heard_at + self._pace.outdated_seconds
+                    self._list_error, self.outdated_at = failure_text(error), self._heard_at + self._times.outdated_seconds
                 if isinstance(error, ExpiredError):
                     self._version = None
                 if isinstance(error, AnswerError):
@@ -185,13 +188,13 @@ class Reflector(Generic[T]):
             if (why := self.outdated) is not None and self._outdated_log.due():
                 _log.error("objects_outdated", path=self._watched.path, reason=why)
             since = self._watching_since
-            if since is not None and self._clock() - since >= self._pace.lasted_seconds:
-                pause = self._pace.pause_seconds[0]
+            if since is not None and self._clock() - since >= self._times.lasted_seconds:
+                pause = self._times.pause_seconds[0]
                 continue
             slept = max(wanted, pause * (0.8 + 0.4 * self._jitter()))
-            until_list = self._pace.list_seconds - self.silent_seconds
+            until_list = self._times.list_seconds - self.silent_seconds
             await self._sleep(min(slept, until_list) if until_list > 0 else slept)
-            pause = min(pause * 2, self._pace.pause_seconds[1])
+            pause = min(pause * 2, self._times.pause_seconds[1])
 
     def _log_once(self, text: str) -> None:
         """Logs the same text again only after a request has succeeded."""
@@ -233,7 +236,7 @@ class Reflector(Generic[T]):
 
     async def _page(self, query: Mapping[str, str]) -> bytes:
         # A list that hangs must fail before the copy is outdated. Later lists have the usual timeout.
-        left = self._pace.outdated_seconds - self.silent_seconds
+        left = self._times.outdated_seconds - self.silent_seconds
         timeout = aiohttp.ClientTimeout(total=max(_SHORTEST_LIST, left), sock_connect=10) if 0 < left < 60 else REQUEST_TIMEOUT
         async with self._server.request("GET", self._watched.path, query, timeout) as response:
             await _check_status(response)
@@ -249,7 +252,7 @@ class Reflector(Generic[T]):
     # -- watch -------------------------------------------------------------------------------------------------------------
 
     async def _watch(self, version: str) -> None:
-        low, high = self._pace.watch_seconds
+        low, high = self._times.watch_seconds
         seconds = low + round((high - low) * self._jitter()) if self._list_error is None else _SHORTEST_WATCH
         query = {
             **self._watched.query,
@@ -258,7 +261,7 @@ class Reflector(Generic[T]):
             "resourceVersion": version,
             "timeoutSeconds": str(seconds),
         }
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._pace.silence_seconds)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=seconds + self._times.silence_seconds)
         async with self._server.request("GET", self._watched.path, query, timeout) as response:
             await _check_status(response)
             self._logged, self._watching_since = None, self._clock()

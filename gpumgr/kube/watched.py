@@ -1,4 +1,4 @@
-"""The objects of a watch: how they are decoded, and how the ones that can't be read are reported."""
+"""Decodes the objects of a watch, and reports objects that can't be read."""
 
 import asyncio
 import contextlib

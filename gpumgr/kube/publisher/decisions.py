@@ -1,7 +1,7 @@
 """Publishes decisions: the ledger as annotations of pods, and the entries of the history as events.
 
 Invariants:
-1. The listeners return at once, because a kubelet's call may be waiting. `report` does the rest, so a bug there fails no caller.
+1. The listeners return at once, because a call of the kubelet may be waiting. `report` does the work, so a bug in it fails no such call.
 2. A pod is reported once the kubelet's calls for it have been answered: one patch and one event for all containers and resources.
 3. Annotations follow the ledger. They are written once the API server has listed the pod, because only its UID distinguishes it from
    another pod of the same name.
@@ -114,7 +114,7 @@ class DecisionReporter:
             self._settle(now)
 
     def _follow_ledger(self, now: float) -> None:
-        """At each check all allocations count as changed."""
+        """Makes a report due for each changed allocation. At each check all allocations count as changed."""
         ledger, suspensions = self._agent_state.ledger, self._agent_state.suspensions
         before, former = self._seen.allocations, self._suspensions
         self._seen, self._suspensions = ledger, suspensions
@@ -144,7 +144,7 @@ class DecisionReporter:
                 self._annotate(view, {})
 
     def _report_pod(self, view: PodView, allocations: Sequence[Allocation]) -> None:
-        """Publishes nothing for a failed pod, because it holds nothing."""
+        """Publishes nothing for a failed pod, because such a pod holds no GPU."""
         gpu_registry = self._agent_state.ledger.gpu_registry
         allocations = [a for a in allocations if not a.reserved]
         fresh = [a for a in allocations if a.id in self._unreported]
@@ -194,7 +194,7 @@ class DecisionReporter:
                 if entry.call in ("prefer", "allocate"):  # the kubelet rejects the pod
                     self._unreported -= {a.id for a in self._agent_state.ledger.of(entry.pod, entry.pod_uid)}
                 about = self._about(entry)
-                if about is not None and entry.code != NOT_ENFORCED:  # the event of the placement reports it
+                if about is not None and entry.code != NOT_ENFORCED:  # the event of the placement reports NOT_ENFORCED
                     self._record(pod_event(about, entry))
             case "gpu" | "config":
                 self._record(node_event(self._node, entry, self._agent_state.node().label))
@@ -260,11 +260,11 @@ def _placed(a: Allocation, label: Label) -> str:
 
 
 def _caution(allocations: Sequence[Allocation]) -> Iterator[str]:
-    free = [a for a in allocations if not a.whole and a.mechanisms and _UNLIMITED.issuperset(a.mechanisms)]
-    if free:
-        names = ", ".join(a.container or "?" for a in free)
-        which = f"container {names} within its share" if len(free) == 1 else f"containers {names} within their shares"
-        backends = ", ".join(dict.fromkeys(name for a in free for name in a.mechanisms))
+    unlimited = [a for a in allocations if not a.whole and a.mechanisms and _UNLIMITED.issuperset(a.mechanisms)]
+    if unlimited:
+        names = ", ".join(a.container or "?" for a in unlimited)
+        which = f"container {names} within its share" if len(unlimited) == 1 else f"containers {names} within their shares"
+        backends = ", ".join(dict.fromkeys(name for a in unlimited for name in a.mechanisms))
         yield f"{NOT_ENFORCED}: nothing on this node keeps {which} (enforcement backend {backends})"
         yield "`gpumgr doctor` on the node says which backends could"
 

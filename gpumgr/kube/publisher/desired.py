@@ -18,11 +18,12 @@ _ORDER: Final[tuple[What, ...]] = get_args(What)
 class Desired(ABC):
     """The desired state of an object, or of a part of it. Times are seconds of one monotonic clock.
 
-    `rights`: the RBAC rules that the write needs. `insists`: a refusal is retried, after all other writes. `wanted_at`: when a caller last
-    caused a write. `requests` counts the requests.
+    `rights`: the RBAC rules that the write needs. `insists`: the write is retried even after a refusal, but after all other writes.
+    `wanted_at`: when a caller last caused a write. `requests` counts the requests.
 
-    The queue has the other fields. `due`: when the next write is due. `since`: when it was due first; a failure changes it only with `held`
-    (see `retry`). `attempts` counts the failures. `again`: when the next write is due if the state changes during a write.
+    Only the queue sets the other fields. `due`: when the next write is due. `since`: when this write was due first; a failure changes
+    `since` only with `held` (see `WorkQueue.retry`). `attempts` counts the failures. `again`: when the next write is due if the state
+    changes during a write.
     """
 
     what: ClassVar[What]
@@ -41,8 +42,8 @@ class Desired(ABC):
 
 
 class WorkQueue:
-    """The states to write, in order of failures, priority and arrival; the ones that insist are last. At most `capacity` events wait; a new
-    event replaces the oldest one."""
+    """The states to write, in order of failures, priority and arrival. States that insist are last. At most `capacity` events wait: a
+    further event replaces the oldest one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -4,8 +4,8 @@ The objects are core/v1 Events without `eventTime`, so the API server does not a
 
 `EventRecorder` has two rules of client-go's EventCorrelator (k8s.io/client-go/tools/record/events_cache.go), with its constants:
 1. Counting: an event with the same message increments the count of its object.
-2. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; more are dropped. Unlike client-go's default, the key has
-   the type (option SpamKeyFunc), so that many Normal events drop no Warning.
+2. Spam filter: per object and type, 25 writes at once, then one every 5 minutes; further writes are dropped. In client-go's default the key
+   of the filter lacks the type (option SpamKeyFunc). Here it has the type, so many Normal events never cause a Warning to be dropped.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class EventSeries(Desired):
 
     @property
     def name(self) -> str:
-        """It depends only on values that never change in the series, so that a repeated request creates no second object."""
+        """The object's name. It depends only on values that never change in the series, so a repeated request creates no second object."""
         about, event = self.event.about, self.event
         parts = (about.uid, event.reason, event.message, str(event.warning), ",".join(event.allocations), repr(self.first_at))
         digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()

@@ -90,6 +90,7 @@ def _registered(report: NodeReport, pods: Pods) -> list[RegisteredGpu]:
 
 
 def _is_counted(allocation: Allocation, pods: Pods) -> bool:
+    """Whether HAMi's scheduler counts the allocation, because it bound the pod."""
     pod = find_pod(pods, allocation.pod, allocation.uid)
     return pod is not None and pod.bound_by_hami
 

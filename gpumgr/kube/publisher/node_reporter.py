@@ -1,8 +1,8 @@
 """Passes the node's state to the reporters once a second. They may publish the same state each time; the publisher writes only changes.
 
 `NodeReporter` publishes labels and the condition GpuTrouble. `InventoryReporter` publishes the inventory (annotation gpumgr.io/inventory):
-the node's GPUs, and allocations that the scheduler can't derive from its own placements. So the inventory seldom changes, because each
-change makes kube-scheduler retry all waiting pods.
+the node's GPUs, and only those allocations not known to the scheduler from its own placements. Each change of the inventory makes
+kube-scheduler retry all waiting pods, so changes must be rare.
 """
 
 import asyncio
@@ -115,8 +115,8 @@ class InventoryReporter:
 
 
 def explains(pod: PodView, a: Allocation, view: AgentView) -> bool:
-    """Whether the pod's placement covers all that the allocation holds. A placement by HAMi's scheduler does not count, because gpumgr's
-    scheduler does not read it."""
+    """Whether the pod's placement covers all that the allocation holds, so that the scheduler knows the allocation. A placement by HAMi's
+    scheduler does not count, because gpumgr's scheduler does not read it."""
     placed = {} if pod.bound_by_hami else dict(pod.placed)
     if placed.keys() != {c.name for c in pod.containers if c.wants_gpu} or a.container is None:
         return False

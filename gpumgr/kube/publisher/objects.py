@@ -1,4 +1,4 @@
-"""The desired states except events: for pods annotations, evictions and deletions, for the node annotations, labels and the condition."""
+"""The desired states other than events. For a pod: annotations, eviction and deletion. For the node: annotations, labels and condition."""
 
 import math
 import time
@@ -73,8 +73,8 @@ class PodDeletion(Desired):
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
-    """Whether a device plugin refused this pod of a controller, and it is not being deleted yet. After the deletion the controller creates
-    another one at once, without a back-off."""
+    """Whether a device plugin refused this pod of a controller, and the pod is not being deleted yet. After the deletion the controller
+    creates another pod at once, without a back-off."""
     return view is not None and view.reason == REFUSED and view.wants_gpu and view.controlled and not view.deleted
 
 
@@ -150,7 +150,7 @@ class NodeAnnotations(NodePart[Mapping[str, str]]):
 
 @dataclass(eq=False, slots=True)
 class NodeLabels(NodePart[Mapping[str, str]]):
-    """All labels of the agent. Labels that it wrote earlier are removed."""
+    """All labels of the agent. A write also removes labels that the agent wrote earlier and that are not in `value`."""
 
     what = "labels"
     rights = "get and patch on nodes"
@@ -177,7 +177,7 @@ class NodeCondition(NodePart[Condition]):
     wall: Callable[[], float] = time.time
 
     def set(self, value: Condition | None, now: float) -> bool:
-        """Ignores a new text for _CONDITION_SECONDS if the status is the same; callers repeat it."""
+        """If the status is the same, a new text is ignored for _CONDITION_SECONDS. It is not lost, because callers repeat the condition."""
         same = value is not None and self.value is not None and value.trouble == self.value.trouble
         return not (same and now - self.wanted_at < _CONDITION_SECONDS) and NodePart.set(self, value, now)
 
@@ -205,8 +205,8 @@ def _find_condition(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def labels_patch(node: Mapping[str, Any], wanted: Mapping[str, str]) -> Body | None:
-    """A merge patch of the Node's labels and LABELS_ANNOTATION; None without changes. Labels below `nvidia.com/` that the agent did not
-    write stay. All of them stay where NVIDIA's gpu-feature-discovery runs."""
+    """A merge patch of the Node's labels and LABELS_ANNOTATION; None without changes. Labels below `nvidia.com/` stay if the agent did not
+    write them, or if NVIDIA's gpu-feature-discovery runs on the node."""
     metadata = node.get("metadata") or {}
     present: Mapping[str, str] = metadata.get("labels") or {}
     listed: str = (metadata.get("annotations") or {}).get(LABELS_ANNOTATION) or ""

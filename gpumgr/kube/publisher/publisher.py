@@ -2,7 +2,7 @@
 
 Invariants:
 1. No caller waits. The number of objects bounds the queue; events beyond a capacity are dropped and counted.
-2. An object's latest state is written before any event, except after a failed write, and except deletions of pods.
+2. The latest state of an object is written before any event. There are two exceptions: after a failed write, and deletions of pods.
 3. After an outage or error of the API server all writes wait, in growing, jittered pauses or for its Retry-After. A failed write that
    reached the API server also has growing pauses of its own. Writes with fewer failures come first.
 4. A refusal that a retry can't change is logged with its remedy, and the write is dropped; only the deletion of a pod is retried.
@@ -41,8 +41,9 @@ _log = structlog.get_logger(__name__)
 CAPACITY: Final = 512
 #: The limit of requests, and half of the largest burst: the kubelet's defaults (kubeAPIQPS 50, kubeAPIBurst 100).
 _REQUESTS_PER_SECOND: Final = 50.0
-#: The first and the longest pause of all writes after failures, and of a write that failed.
+#: The first and the longest pause of all writes after a failure.
 _PAUSES_SECONDS: Final = (0.5, 30.0)
+#: The first and the longest pause of the write that failed.
 _WRITE_PAUSES_SECONDS: Final = (2.0, 60.0)
 #: Statuses below 500 after which a retry may succeed. After a 401 the next request reads the credentials again.
 _RETRIED: Final = frozenset({401, 408, 409, 429})
@@ -147,7 +148,7 @@ class Publisher:
             self._put(self._annotations)
 
     def label(self, labels: Mapping[str, str]) -> None:
-        """Sets the agent's labels of the node, and removes its others."""
+        """Sets the agent's labels of the node, and removes all other labels that the agent has written."""
         if self._labels.set(labels, self._clock()):
             self._put(self._labels)
 
@@ -157,7 +158,7 @@ class Publisher:
             self._put(self._condition)
 
     def remove_annotation(self, key: str) -> None:
-        """Removes an annotation of the node, once, because another program may set it repeatedly."""
+        """Removes an annotation of the node once. It is not kept away, because another program may set it again at any time."""
         self._annotations.removed.add(key)
         self._put(self._annotations)
 
@@ -170,7 +171,7 @@ class Publisher:
             self._put(series)
 
     def annotate_pod(self, pod: PodKey, uid: str, values: Mapping[str, str | None]) -> None:
-        """Sets annotations of the pod with this UID; None removes one. Replaces what is not written yet."""
+        """Sets annotations of the pod with this UID; None removes one. Replaces values that are not written yet."""
         desired = self._pods.setdefault(uid, PodAnnotations(pod, uid))
         desired.values = dict(values)
         self._put(desired)
@@ -267,7 +268,8 @@ class Publisher:
             if desired.insists if status >= 500 else lasts or status not in _RETRIED:
                 self._refused(desired, error)
                 return None
-        # Then only this write waits: a webhook may delay a deletion, a PodDisruptionBudget an eviction, another writer any object.
+        # In these cases only this write waits, because the cause may concern only this object: a webhook for a deletion, a
+        # PodDisruptionBudget for an eviction (429), another writer for a conflict (409).
         alone = desired.insists or status == 409 or (status == 429 and desired.what == "eviction")
         if alone and status in (409, 429):
             self._log.answered(len(self._queue))
