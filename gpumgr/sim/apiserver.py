@@ -1,8 +1,8 @@
 """A simulated API server for the pods of one node: lists, watches, patches, deletions and evictions. Events, the node and access reviews
 are in `apiserver_objects`.
 
-A watch gets every change after its version in order; from a version older than the history it gets an ERROR event, 410 Expired. Changes
-during an outage are visible when the server is back, at the same address.
+A watch gets every change after its resource version, in order. If this version is older than the history, the watch gets an ERROR event,
+410 Expired. Changes during an outage are visible when the server is back, at the same address.
 """
 
 import asyncio
@@ -213,7 +213,7 @@ class SimApiServer:
         return web.json_response(pod)
 
     def _selected(self, request: web.Request) -> bool:
-        """False if the field selector names another node; then the answer has no object. Otherwise it has all."""
+        """Whether the answer has the objects: all of them, or none if the field selector names another node."""
         selector = request.query.get("fieldSelector", "").split(",")[0]
         return not selector.startswith("spec.nodeName=") or selector == f"spec.nodeName={self.node_name}"
 

@@ -154,7 +154,7 @@ def problem_of(metadata: Mapping[str, Any]) -> str | None:
         if value and not _NAME.fullmatch(value):
             return f"the value {value!r} of label {key} is invalid"
     if not all(isinstance(value, str) for value in annotations.values()):
-        return "annotations are texts"
+        return "the values of annotations must be strings"
     size = sum(len(key.encode()) + len(value.encode()) for key, value in annotations.items())
     return f"annotations of {size} bytes are too long" if size > MAX_ANNOTATIONS_BYTES else None
 
@@ -195,7 +195,7 @@ class WatchedObjects:
         self._forgotten = 0
         self._version = LatestValue(1)
         self._open: set[asyncio.Timeout] = set()
-        #: Whether a watch without changes ends with a bookmark, too. Kubernetes' API server sends none then.
+        #: Whether a watch without changes also ends with a bookmark. Kubernetes' API server sends no bookmark in this case.
         self.needless_bookmarks = False
 
     def put(self, document: Document) -> None:

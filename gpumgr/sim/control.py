@@ -184,14 +184,15 @@ class SimControl:
     # -- the driver ------------------------------------------------------------------------------------------------------
 
     def hang(self, *, function: str = "*", gpu: int | None = None) -> None:
-        """Calls wait until `release`. `function`: an NVML function, or `*` for all; `gpu` None: also calls without a GPU."""
+        """Calls wait until `release`. `function`: an NVML function, or `*` for all. `gpu` None: calls for every GPU and calls without a
+        GPU."""
         self._set(("hang", function, _gpu(gpu)), "1")
 
     def release(self) -> None:
         self._drop(lambda key: key[0] == "hang")
 
     def set_result(self, function: str, code: int, *, gpu: int | None = None) -> None:
-        """The result code of calls of this NVML function (`*`: of all), for one GPU or all; 0 removes it."""
+        """Sets the result code of calls of this NVML function (`*`: of all functions), for one GPU or all. The code 0 removes it."""
         key = ("result", function, _gpu(gpu))
         if code:
             self._set(key, str(code))
@@ -242,8 +243,8 @@ class SimControl:
 
     @contextmanager
     def changing(self) -> Iterator[Facts]:
-        """All facts, for one change in the block, by one caller at a time. The lock file counts the changes; the library reads the count
-        from mapped memory, without a system call."""
+        """All facts, which the block may change. Only one caller at a time is in a block. The lock file has the number of changes. The
+        library maps this file, so it notices a change without a system call."""
         lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -295,7 +296,7 @@ def _remove(facts: Facts, matches: Callable[[Key], bool]) -> None:
         del facts[key]
 
 
-#: What a fully used GPU has more than an idle one: degrees Celsius, and a factor of the power.
+#: A fully used GPU is this many degrees Celsius warmer than an idle GPU, and needs this many times the power.
 _BUSY_CELSIUS: Final = 42
 _BUSY_POWER: Final = 10
 

@@ -116,9 +116,10 @@ class SimKubelet:
         self._servers.clear()
 
     async def restart(self, *, sources_ready: bool = True, shape: KubeletVersion | None = None) -> None:
-        """Restarts the kubelet while pods run. It forgets the plugins, but not checkpoint and pods. `shape`: the new version.
+        """Restarts the kubelet while pods run. It forgets the plugins, but not the checkpoint and the pods. `shape`: the new version.
 
-        With `sources_ready` False, List shows no pod and no ids are freed until `finish_sources`.
+        `sources_ready` False: the kubelet has not received its pods from the API server yet. Until `finish_sources`, List shows no pod and
+        no ids are freed.
         """
         await self.kill()
         self.shape = shape or self.shape
@@ -154,8 +155,8 @@ class SimKubelet:
         return self.statuses[pod.uid]
 
     async def start_container(self, pod: SimPod, name: str) -> ContainerResponse:
-        """Calls PreStartContainer for each resource, and returns what the runtime would get. If two answers have the same
-        key, the first one counts. Raises SimKubeletError."""
+        """Calls PreStartContainer for each resource, and returns what the container runtime would get. If two answers to Allocate have the
+        same key, the first answer counts. Raises SimKubeletError."""
         container = pod.container(name)
         await self._devices.pre_start(pod, container)
         holdings = self._devices.held.get(pod.uid, {}).get(name, {}).values()
@@ -212,7 +213,7 @@ class SimKubelet:
     # Registration, streams and state
 
     async def _register(self, request: RegisterRequest) -> None:
-        """Connects to the plugin and starts ListAndWatch. The version decides whether Register is answered first."""
+        """Connects to the plugin and starts ListAndWatch. Some versions answer Register before they connect."""
         self.registrations.append(request.resource_name)
         self._notify()
         if self.register_hangs:

@@ -157,7 +157,7 @@ def parse_devices(message: bytes) -> DeviceList:
 
 
 class Endpoints:
-    """The connected plugins, by one version's rules. `current`: resource -> the plugin that gets the calls."""
+    """The connected plugins. The rules depend on the version of the kubelet. `current`: resource -> the plugin that gets the calls."""
 
     def __init__(self, shape: KubeletVersion, current: dict[str, PluginClient], devices_gone: Callable[[str], None]) -> None:
         """`devices_gone` gets a resource when its last plugin was disconnected."""
@@ -277,7 +277,7 @@ class PodResourcesService:
         self.refused = 0
 
     def __mapping__(self) -> dict[str, Method]:
-        """Includes the methods that this kubelet's version lacks, since they raise its errors."""
+        """Includes the methods that this version of the kubelet lacks: they answer with the kubelet's error."""
         return {
             f"/{_SERVICE}/{call}": Method(self._serving(call), Cardinality.UNARY_UNARY, bytes, bytes) for call in get_args(Call)
         }

@@ -1,7 +1,7 @@
-"""The data of the simulated kubelet: its pods, the differences between its versions that device plugins see, and its checkpoint.
+"""The data of the simulated kubelet: its pods, the differences between versions that device plugins notice, and its checkpoint.
 
 Source: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2), pkg/kubelet/cm/devicemanager and
-pkg/kubelet/apis/podresources. In these facts 1.21 is as 1.22, and 1.23 as 1.24. For 1.37 only the registration was compared.
+pkg/kubelet/apis/podresources. In these differences 1.21 equals 1.22, and 1.23 equals 1.24. For 1.37 only the registration was compared.
 """
 
 import base64
@@ -28,14 +28,15 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     # Registration and the plugins' folder
 
-    #: Register dials the plugin and gets its options before it answers (since 1.25). Before, it answers at once, dials in the background
-    #: and reports no result; the options of the Register request apply.
+    #: Register dials the plugin and gets its options before it answers (since 1.25). In older versions Register answers at once, dials in
+    #: the background and reports no result; the options of the Register request apply.
     connects_in_register: bool = True
     #: The end of a plugin's stream disconnects the resource's present plugin, perhaps a newer one (1.25 to 1.35).
     stream_end_hits_successor: bool = True
-    #: A resource may have several plugins, by socket; the end of a stream disconnects the plugin of its socket (since 1.36).
+    #: A resource may have several plugins, each with a socket of its own. The end of a stream disconnects only the plugin of this socket
+    #: (since 1.36).
     knows_sockets: bool = False
-    #: A start deletes all files of the folder except the checkpoint, not only sockets.
+    #: When the kubelet starts, it deletes all files of the folder except the checkpoint, not only sockets.
     clears_folder: bool = False
     #: The :authority of calls to plugins is the socket's path (before 1.26), not "localhost".
     authority_is_path: bool = False
@@ -46,7 +47,7 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     checks_health_first: bool = True
     #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
-    #: The NUMA node that is written for ids without one: -1 since 1.23, 0 before.
+    #: The number that is written for ids without a NUMA node: -1 since 1.23, 0 before.
     no_node: int = -1
     #: The checkpoint has a container's ids by NUMA node (since 1.20), not as a list.
     checkpoint_by_node: bool = True
@@ -127,7 +128,8 @@ class SimPod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API server would show. `message` is also the event's text, there without "Pod was rejected: "."""
+    """What the API server would show. `message` is the text of the kubelet's event; a real kubelet puts "Pod was rejected: " before it in
+    the status."""
 
     phase: Phase
     reason: str | None = None

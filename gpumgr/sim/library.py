@@ -67,7 +67,7 @@ class SimProcesses:
         return pid
 
     def end(self, pid: int) -> None:
-        """Its cgroup stays. Raises KeyError if the process does not exist."""
+        """Ends the process. Its cgroup stays. Raises KeyError if the process does not exist."""
         cgroup = self._cgroups.pop(pid)
         going = self.proc_root / f".{pid}"
         (self.proc_root / str(pid)).rename(going)
@@ -75,6 +75,7 @@ class SimProcesses:
         self._write_procs(cgroup)
 
     def end_cgroup(self, cgroup: str) -> tuple[int, ...]:
+        """Ends the processes in the cgroup and removes the cgroup. Returns the ended pids."""
         pids = self.of(cgroup)
         for pid in pids:
             self.end(pid)
@@ -99,7 +100,7 @@ _SOURCE: Final = Path(__file__).with_name("nvml.c")
 # No soname: a later search for libnvidia-ml.so.1 in the same process must not find a simulated library that is still mapped.
 _FLAGS: Final = ("-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 _MIB: Final = 1024 * 1024
-#: NVML's number and the driver's id of the profile of one slice with media engines.
+#: The MIG profile with one slice and the media engines: NVML's number of the profile, and the driver's id.
 _WITH_MEDIA: Final = (7, 20)
 _MIG_NUMBER: Final = {"unsupported": -1, "disabled": 0, "enabled": 1}
 

@@ -10,8 +10,7 @@ import msgspec
 import yaml
 
 from gpumgr.common.errors import SettingsError
-from gpumgr.placement.devices import MigInstance
-from gpumgr.placement.devices import MigProfile as GpuMigProfile
+from gpumgr.placement.devices import MigInstance, MigProfile
 
 _BUILT_IN: Final = Path(__file__).parent / "nodes"
 #: For UUIDs of GPUs without one in the description: the same node has the same UUIDs everywhere.
@@ -23,7 +22,7 @@ MAX_LINKS: Final = 36
 # nvmlGpuTopologyLevel_t: how close two GPUs are.
 INTERNAL, SINGLE, MULTIPLE, HOSTBRIDGE, NODE, SYSTEM = 0, 10, 20, 30, 40, 50
 
-#: The MIG profiles of A100 and later: NVML's number -> (id, compute slices, memory slices in a row, where they may begin).
+#: The MIG profiles of A100 and later: NVML's number -> (driver's id, compute slices, memory slices in a row, where they may begin).
 _MIG_PROFILES: Final = {
     0: (19, 1, 1, (0, 1, 2, 3, 4, 5, 6)),
     1: (14, 2, 2, (0, 2, 4)),
@@ -36,23 +35,23 @@ _MIG_PROFILES: Final = {
 _MIG_RESERVED: Final = {1: 1, 2: 2, 4: 2, 8: 3}
 
 BusId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
-MigProfile = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
+MigProfileName = Annotated[str, msgspec.Meta(pattern=r"^([1-7]c\.)?[1-7]g\.[1-9][0-9]*gb(\+[a-z.]+)?$")]
 NvmlFunction = Annotated[str, msgspec.Meta(pattern="^nvml[A-Z]")]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(ge=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class GpuModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`reserved_mib`: what the driver reserves. Idle values apply until the control file has others. `mig_memory_mib`: the memory of MIG
-    devices with 1, 2, 4 and 8 memory slices; None: calculated as for an H100. `unsupported`: NVML functions that the driver does not
-    support for this model."""
+    """`reserved_mib`: the memory that the driver reserves. The idle values apply until the control file has other values. `mig_memory_mib`:
+    the memory of MIG devices with 1, 2, 4 and 8 memory slices; None: calculated as for an H100. `unsupported`: NVML functions that the
+    driver does not support for this model."""
 
     model: str
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
-    reserved_mib: Positive = 0
+    reserved_mib: NotNegative = 0
     mig: Literal["unsupported", "disabled", "enabled"] = "unsupported"
     idle_celsius: Whole = 30
-    idle_watts: Positive = 40
+    idle_watts: NotNegative = 40
     mig_memory_mib: tuple[Whole, Whole, Whole, Whole] | None = None
     unsupported: tuple[NvmlFunction, ...] = ()
 
@@ -68,7 +67,7 @@ class SimGpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     minor: Whole | None = None
     uuid: Annotated[str, msgspec.Meta(pattern=r"^GPU-[0-9a-f]{8}-[0-9a-f-]{27}$")] | None = None
     board: str | None = None
-    mig_instances: Annotated[tuple[MigProfile, ...], msgspec.Meta(max_length=7)] = ()
+    mig_instances: Annotated[tuple[MigProfileName, ...], msgspec.Meta(max_length=7)] = ()
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,11 +96,11 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def uuid_of(self, index: int) -> str:
         return self.gpus[index].uuid or f"GPU-{uuid.uuid5(_NAMESPACE, f'{self.name}/{index}')}"
 
-    def mig_profiles_of(self, index: int) -> dict[int, GpuMigProfile]:
+    def mig_profiles_of(self, index: int) -> dict[int, MigProfile]:
         model = self.model_of(index)
         gib = -(-model.memory_mib // 1024)
         return {
-            number: GpuMigProfile(
+            number: MigProfile(
                 name=f"{slices}g.{(2 * size * gib + 8) // 16}gb",
                 number=driver_id,
                 memory_mebibytes=model.mig_memory_mib[size.bit_length() - 1]
@@ -116,8 +115,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def mig_instances_of(self, index: int) -> tuple[MigInstance, ...]:
-        """In NVML's order, with the same UUIDs everywhere. Devices that do not fit together, or without a known profile, have no memory
-        slices."""
+        """The MIG devices in NVML's order, with the same UUIDs everywhere. A device without a known profile has no memory slices. If the
+        devices do not fit together, none has memory slices."""
         profiles = {each.name: each for each in self.mig_profiles_of(index).values()}
         found = [profiles.get(re.sub(r"^\dc\.|\+.*", "", name)) for name in self.gpus[index].mig_instances]
         wanted = [[((1 << each.size) - 1) << start for start in each.starts] if each else [0] for each in found]

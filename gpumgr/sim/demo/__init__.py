@@ -1,4 +1,5 @@
 """`gpumgr demo`: a simulated node, the real agent as a separate process, and a script with verified results.
 
-`node` is the simulated node (also for tests), `workload` what its containers do, `script` the steps with their results; `runner` runs them.
+`node` is the simulated node (tests use it, too), `workload` simulates what the node's containers do, `script` has the steps and their
+expected results, and `runner` runs the steps.
 """

@@ -1,4 +1,4 @@
-"""A simulated node with its GPUs, kubelet, container runtime and API server in this process, and the real agent in another."""
+"""A simulated node: its GPUs, kubelet, container runtime and API server are in this process, and the real agent is a child process."""
 
 import contextlib
 import itertools
@@ -160,7 +160,7 @@ class SimulatedNode:
         self.remove_from_kubelet(pod.uid)
 
     def remove_from_kubelet(self, uid: str) -> None:
-        """Also ends the pod's processes. Only for a pod that the API server lacks."""
+        """Removes the pod from the kubelet and ends its processes. Call it only for a pod that the API server does not have."""
         self.pods.pop(uid, None)
         self._load.remove(self.runtime.remove(uid))
         self.kubelet.delete(uid)
@@ -204,6 +204,7 @@ class SimulatedNode:
     # -- kubelet and ledger ------------------------------------------------------------------------------------------------
 
     def disagreements(self) -> list[str]:
+        """Sentences about containers with other device ids in the kubelet than in the ledger."""
         ledger, found = self.ledger(), list[str]()
         for pod in self.pods.values():
             for container in pod.containers:
@@ -219,6 +220,7 @@ class SimulatedNode:
         return found
 
     def healthy(self, gpu: str) -> Mapping[str, int]:
+        """Kind of resource -> how many device ids of the GPU are healthy in the kubelet."""
         return {
             kind: sum(
                 healthy

@@ -45,7 +45,7 @@ class AgentLog:
         return [line for line in self.lines if wanted.items() <= line.items()]
 
     async def until(self, event: str, *, since: int = 0, **fields: object) -> Line:
-        """Returns the first line that `find` would return, from number `since` on, as soon as it is logged."""
+        """Waits for a line with this event and these fields. `since`: the number of lines to skip."""
         return await self.until_match(lambda line: {"event": event, **fields}.items() <= line.items(), since=since)
 
     async def until_match(self, matches: Callable[[Line], bool], *, since: int = 0) -> Line:
@@ -67,7 +67,7 @@ T = TypeVar("T")
 #: `python -m gpumgr`, with this interpreter.
 COMMAND: Final = (sys.executable, "-m", "gpumgr")
 _LONGEST_LINE_BYTES: Final = 1 << 20
-#: Loaded before a fork, because the child of a process with threads may not load it.
+#: Loaded before a fork, because a forked child of a process with threads can't load a library safely.
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG: Final = 1
 _PATIENCE_SECONDS: Final = 20.0

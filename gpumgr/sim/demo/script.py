@@ -15,6 +15,7 @@ from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
 _XID: Final = 79
 #: The reason of a pod that the kubelet fails because a device plugin refused it.
 _REFUSED: Final = "UnexpectedAdmissionError"
+#: The interval of reads of the agent's metrics.
 _LOOK_SECONDS: Final = 0.1
 
 #: (pod, container, GPU's UUID)

@@ -81,8 +81,8 @@ _REFUSAL_ROUNDS: Final = 4
 
 
 class Activity:
-    """Rounds of events after the demo's steps (`script`), which leave the pods `patient` and `a` running. Each replaces a short-lived pod;
-    in some a pod is refused, a share exceeds its memory, or a process runs outside of containers."""
+    """Rounds of events after the demo's steps (see `script`). The steps leave the pods `patient` and `a` running. Each round replaces a
+    short-lived pod. In some rounds a pod is refused, a share exceeds its memory, or a process runs outside of containers."""
 
     def __init__(self, node: SimulatedNode, work: Workload) -> None:
         self._node, self._work = node, work
