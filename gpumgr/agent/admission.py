@@ -31,7 +31,7 @@ from gpumgr.placement.pods import ContainerSpec, Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: The pause between calls of `List` that only confirm the order of the kubelet's calls.
+#: The shortest pause between calls of `List` that only confirm what follows from the order of the kubelet's calls.
 SPARE_LOOK_SECONDS = 0.05
 #: A call for replicas (ids of nvidia.com/gpu) waits for its pod this long, or kubernetes.pod_wait_milliseconds if that is longer.
 REPLICA_POD_SECONDS = 2.0
@@ -66,6 +66,7 @@ class Admission:
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
         self._spare_look_at = float("-inf")
+        #: The caller and the allocation of the last granted Allocate.
         self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
@@ -195,7 +196,7 @@ class Admission:
 
     async def _find(self, ledger: Ledger, listing: Listing, resource: Resource, size: int) -> Caller:
         """The newest listed pod that waits for these ids, because the kubelet lists no further pod during an admission. If the cache lacks
-        one of the pods listed last, it may be that one."""
+        one of the pods that were listed last, that pod may be the caller."""
         found = find_caller(ledger, listing, self._pods.get, resource, size, self.listings.first_seen)
         newest = max((self.listings.first_seen[pod] for pod in listing.pods), default=0)
         late = any(self.listings.first_seen[pod] == newest and self._pods.get(pod) is None for pod in listing.pods)
@@ -320,6 +321,7 @@ class Admission:
         return None if spec is not None and spec.wants(resource) != size else last.id
 
     def _spare_look(self) -> bool:
+        """Whether a call of `List` that only confirms is due. If so, the caller makes it."""
         now = self._clock()
         due = now - self._spare_look_at >= SPARE_LOOK_SECONDS
         self._spare_look_at = now if due else self._spare_look_at
@@ -327,8 +329,8 @@ class Admission:
 
 
 def _half(ledger: Ledger, listing: Listing, pod: PodKey, resource: Resource) -> AllocationId | None:
-    """The only share of this pod that `List` shows without this resource; None if there are several. It depends neither on a spec nor on
-    the time between the two calls."""
+    """The only share of this pod that `List` shows without this resource; None if there is none, or several. This works without the
+    container's spec, and however long ago the container's other call was."""
     other = other_resource(resource)
     found = []
     for container, held in listing.containers(pod).items():

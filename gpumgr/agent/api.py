@@ -20,7 +20,7 @@ from gpumgr.placement.pods import PodKey
 
 #: A key of the checkpoint's notes.
 CORDONS_NOTE: Final = "cordons"
-#: A refusal with the reason becomes an event's message, which gpumgr cuts at 1024 bytes.
+#: The longest reason of an operator. Refusals contain it and become messages of events, which gpumgr cuts at 1024 bytes.
 REASON_CHARACTERS: Final = 256
 
 
@@ -108,25 +108,32 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that the driver can't describe. `index` is NVML's."""
+
     index: int
     uuid: str | None = None
     message: str = ""
 
 
 class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the topology. `gpus`: the rows (`GpuRow.row`) of all GPUs below it."""
+
     name: str
     gpus: tuple[int, ...] = ()
     children: tuple["TreeNode", ...] = ()
 
 
 class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """How many NVLinks connect the GPUs in the rows `a` and `b`."""
+
     a: int
     b: int
     links: int
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Writes to the API server; fields as in node_report.ApiQueueState."""
+    """The queue of writes to the API server. `dropped` is counted since the start of the agent. `oldest_seconds`: how long the oldest due
+    write has waited (0.0: none is due). `away`: the API server does not answer."""
 
     waiting: int
     dropped: int
@@ -135,7 +142,7 @@ class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`registered`: resource (mode dra: the driver) -> whether the kubelet has it."""
+    """`registered`: resource (mode dra: the driver) -> whether it is registered with the kubelet."""
 
     nvml_up: bool = False
     sampled_seconds_ago: float | None = None
@@ -204,9 +211,9 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request; `at` in unix seconds. A GPU is not `empty` while a container of its processes is not known.
-    `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with the reasons. `said`: the output of nvidia-smi
-    after a reset."""
+    """The response to a maintenance request; `at` in unix seconds. `empty`: no container and no process is on the GPU; False while the
+    container of one of its processes is not known. `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with
+    the reasons. `said`: the output of nvidia-smi after a reset."""
 
     action: str = ""
     at: float

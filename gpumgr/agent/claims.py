@@ -5,8 +5,8 @@
 * A repeated Prepare gets the same answer, and restores CDI specs and limits. It reads the claim again, because the claim may have been
   allocated anew. If the API server does not answer, the grant on record stays valid while a pod that holds the claim runs, or the pods
   are not known yet.
-* A Prepare that an Unprepare of the claim overtook grants nothing: the kubelet may send both at the same time. A later Prepare grants
-  nothing if no pod needs the claim.
+* A Prepare that an Unprepare of the claim overtook grants nothing: the kubelet may send both at the same time. A Prepare that arrives after
+  the Unprepare grants nothing if no pod needs the claim.
 """
 
 import asyncio
@@ -73,12 +73,13 @@ class NodeClaims:
         self._unprepared: dict[str, Collection[str]] = {}
         #: Allocations that can't be restored, with the reason that was logged.
         self._not_restored: dict[AllocationId, str] = {}
+        #: UIDs of the claims that the last `reclaim` found gone.
         self._gone: set[str] = set()
 
     async def prepare(self, claim: ClaimRef, *, deadline: float, adopted: bool = False) -> Sequence[Allocation]:
         """Returns the claim's allocations once they are durable and their limits are in place. `deadline` (monotonic, in seconds) ends the
-        waits for API server and pods. `adopted`: pods may run with the claim already, so its GPUs may be closed to new pods. Raises
-        Refusal."""
+        waits for API server and pods. `adopted`: pods may run with the claim already, so its GPUs need not accept new
+        containers. Raises Refusal."""
         try:
             held: Sequence[Allocation] = self._agent_state.ledger.of_claim(claim.uid)
             if not held or self._closed is None:
@@ -152,7 +153,7 @@ class NodeClaims:
         return allocation.id in self._agent_state.ledger.allocations
 
     def _note_unprepared(self, claim: ClaimRef) -> None:
-        """Remembers the claim and the pods that no longer need it, without Pending pods: these may still start to use it."""
+        """Remembers the claim and the pods that no longer need it. Pending pods are left out, because they may still start to use it."""
         key, pods = (claim.namespace, claim.name), list(self._pods.all())
         users = {pod.uid for pod in pods if key in {(pod.namespace, use.claim) for use in pod.claims}}
         waiting = {pod.uid for pod in pods if pod.phase == "Pending" and not pod.deleted}
@@ -279,6 +280,8 @@ Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 
 class CommitBatch:
+    """Saves the decisions of simultaneous calls in one transaction."""
+
     def __init__(self, agent_state: AgentState) -> None:
         self._agent_state = agent_state
         self._waiting: list[tuple[Decision[Any], asyncio.Future[Any]]] = []

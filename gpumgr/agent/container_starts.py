@@ -184,15 +184,17 @@ class ContainerStarts:
         await self.enforcement.start(base, allocation, self._tenant(allocation))
 
     def _refuse_unknown_nodes(self, allocation: Allocation) -> None:
-        """Raises Refusal if the driver does not list a GPU now: with a CDI spec the container would start without it."""
+        """Raises Refusal if the driver does not list a GPU now: a CDI spec would lack the GPU, so the container would start without it."""
         node = self.agent_state.node()
         for gpu in allocation.gpus:
             if gpu not in node.shown:
-                raise Refusal("gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; retried")
+                raise Refusal(
+                    "gpu_unhealthy", f"the driver does not list the container's {node.label(gpu)} now; the start is tried again"
+                )
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """The mechanisms are missing if the ledger was rebuilt without the Allocate response. Then the share gets NO_MECHANISM if the node
-        has none for its pod; otherwise its limits are not known: raises Refusal."""
+        """The allocation with its mechanisms, which are missing if the ledger was rebuilt without the Allocate response. If the node would
+        not limit the pod now, the share then gets NO_MECHANISM. Otherwise its limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -222,8 +224,8 @@ class ContainerStarts:
 
 
 def report_two_limits(agent_state: AgentState, pod: PodView) -> None:
-    """Call it when the pod appears on the node: adds an event if one of its containers has two sets of limits, so that it gets only one of
-    them.
+    """Call it when the pod appears on the node: adds an event if one of its containers has two sets of limits, because only one of them
+    takes effect.
 
     If the pod's claims were prepared for other pods earlier, the kubelet makes no Prepare call that could be refused.
     """
@@ -315,7 +317,7 @@ def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
 
 
 def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[str]) -> None:
-    """For ids that name no GPU. Raises Refusal if the ledger has no record of gpu-manager, which may have admitted the container."""
+    """Checks ids that name no GPU: gpu-manager may have granted them. Raises Refusal if the ledger has no record of gpu-manager."""
     if not any(a.anonymous for a in ledger.allocations.values()):
         record.id = min(device_ids)
         raise Refusal(

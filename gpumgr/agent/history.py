@@ -49,7 +49,7 @@ def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
 
 
 class History:
-    """The newest `capacity` entries, and older entries that granted existing allocations."""
+    """The newest `capacity` entries, and the older grants of existing allocations."""
 
     def __init__(self, checkpoint: Checkpoint, *, capacity: int = HISTORY_ENTRIES, wall_clock: Callable[[], float]) -> None:
         self._checkpoint, self._wall_clock, self._capacity = checkpoint, wall_clock, capacity

@@ -41,8 +41,8 @@ def _once(method: "Callable[[Inventory, GpuRegistry], _T]") -> "Callable[[Invent
 
 
 class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """`failed`: UUID -> why the GPU, or one MIG device of it, does not work; `lost`: failed GPUs that fell off the bus. `cordoned`: UUID ->
-    why a GPU that works accepts no new containers; `in_mig_mode`: GPUs cordoned only because of MIG mode."""
+    """GPUs and MIG devices by UUID. `failed`: GPU or MIG device -> why it does not work. `lost`: the failed GPUs that fell off the bus.
+    `cordoned`: GPU that works -> why it accepts no new containers. `in_mig_mode`: the GPUs that are cordoned only because of MIG mode."""
 
     failed: Mapping[str, str] = msgspec.field(default_factory=dict)
     cordoned: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -127,13 +127,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Registered GPU -> what a response says about it. A GPU that the driver does not list has no device node."""
         shown = self.gpus(gpu_registry)
         return {
-            c.name: GrantedGpu(
-                uuid=c.uuid,
+            registered.name: GrantedGpu(
+                uuid=registered.uuid,
                 minor=gpu.minor if gpu else None,
                 instances={each.uuid: (each.gpu_instance, each.compute_instance) for each in gpu.mig_instances} if gpu else {},
             )
-            for c in gpu_registry.gpus
-            for gpu in [shown.get(c.name)]
+            for registered in gpu_registry.gpus
+            for gpu in [shown.get(registered.name)]
         }
 
     @_once
@@ -141,8 +141,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """GPU -> why it does not work. A registered GPU that the driver does not list counts as failed."""
         shown = self.gpus(gpu_registry)
         reasons = {
-            c.name: self.health.failed.get(c.uuid) or (None if c.name in shown else "the driver does not list it")
-            for c in gpu_registry.gpus
+            gpu.name: self.health.failed.get(gpu.uuid) or (None if gpu.name in shown else "the driver does not list it")
+            for gpu in gpu_registry.gpus
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -159,12 +159,12 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """GPU -> why it accepts no new containers, apart from `failures`."""
         without_mig = self._without_mig(gpu_registry)
         reasons = {}
-        for c in gpu_registry.gpus:
-            cordon = self.health.cordoned.get(c.uuid)
-            quarantine = self.quarantine.reason(c.name) if c.name in self.quarantine.held else None
-            # A GPU in MIG mode still grants MIG devices, but not in quarantine.
-            own = quarantine or cordon if c.uuid in self.health.in_mig_mode else cordon or quarantine
-            reasons[c.name] = without_mig.get(c.name) or own
+        for gpu in gpu_registry.gpus:
+            cordon = self.health.cordoned.get(gpu.uuid)
+            quarantine = self.quarantine.reason(gpu.name) if gpu.name in self.quarantine.held else None
+            # A GPU that is cordoned only because of MIG mode still grants MIG devices, so a quarantine is the more important reason.
+            own = quarantine or cordon if gpu.uuid in self.health.in_mig_mode else cordon or quarantine
+            reasons[gpu.name] = without_mig.get(gpu.name) or own
         return {name: reason for name, reason in reasons.items() if reason}
 
     @_once

@@ -271,7 +271,8 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """If the driver can't list processes (of a lost GPU, for example), nvidia-smi still refuses while one has the GPU open."""
+        """Raises Refusal. If the driver can't list processes (of a lost GPU, for example), nvidia-smi still refuses while a process has the
+        GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]

@@ -1,5 +1,5 @@
 """Creates the MIG devices of containers, and destroys MIG devices that no container has (setting hami.operating_mode). Reports MIG devices
-that are gone although a container holds them, also devices of static MIG.
+that are gone although a container holds them, also ones that the operator created (static ones).
 
 A MIG device is created while its container is admitted, because the answer names its UUID. Until then the ledger has a reservation. A
 device with processes is never destroyed.
@@ -130,7 +130,7 @@ class MigDevices:
         gpus = _gpus(ledger, inventory)
         found: dict[str, str] = {}
         for name, gpu in gpus.items():
-            # While MIG mode is off, no container with a MIG device runs.
+            # Allocations with MIG devices do not count: their containers can't run while MIG mode is off.
             idle = all(a.mig_devices for a in ledger.on(name)) and name not in inventory.quarantine.held
             if not gpu.mig_enabled and idle and gpu.uuid not in {*inventory.health.cordoned, *inventory.health.failed}:
                 found |= await self._enable(gpu.uuid)

@@ -33,9 +33,9 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """`node` is the Kubernetes node's name, `mode` the setting node.mode, `at` in unix seconds. `sample` is NVML's latest, `sampled_at` in
     monotonic seconds; these and `use` are None before the first sample.
 
-    `reasons`: UUID -> why a GPU accepts no new containers, a word of gpumgr.driver.health.Reason. It applies only to GPUs that are
-    unschedulable in `view`, and may be incomplete. `over`: the containers over their memory. `gpu_limits`: UUID -> how new shares are
-    limited on a listed GPU.
+    `reasons`: UUID -> why a GPU accepts no new containers, a word of gpumgr.driver.health.Reason. Ignore it for a GPU that is not
+    unschedulable in `view`. Some GPUs may be missing. `over`: the containers over their memory limit. `gpu_limits`: UUID -> how new shares
+    are limited on a listed GPU.
 
     `registered`: resource (mode dra: the driver) -> whether this agent has registered it with the kubelet. `not_ready` says why the node
     can't accept pods with GPUs now, `warnings` what else is wrong with its offer. `cordons` are by UUID. `api_queue` None: there is no API

@@ -96,7 +96,7 @@ class PodEnds:
     """Decides whether the pods of allocations have ended. `node` is the node's name. `clock` is monotonic, in seconds.
 
     Ids that are offered, or missing in `List`, do not prove that their pod has ended: a kubelet that lost its checkpoint offers the ids of
-    running pods. So the API server decides, but the container runtime in these cases:
+    running pods. So the API server decides. The container runtime decides instead in these cases:
     * The API server can't be reached.
     * The pod is being deleted: the kubelet may report its end later than it offers the ids.
     * The allocation has no UID: it may belong to an earlier pod of that name.
@@ -105,8 +105,8 @@ class PodEnds:
 
     def __init__(self, pods: Pods, runtime: Runtime, *, node: str, clock: Callable[[], float]) -> None:
         self._pods, self._runtime, self._clock = pods, runtime, clock
-        #: The kubelet appends it to the names of static pods and their mirror pods.
-        self._static_end = f"-{node.lower()}"
+        #: The kubelet appends this to the names of static pods and their mirror pods.
+        self._static_suffix = f"-{node.lower()}"
         self._waited: Mapping[AllocationId, float] = {}
 
     async def find(self, allocations: Iterable[Allocation], *, wait: bool = False) -> Mapping[AllocationId, bool | None]:
@@ -134,8 +134,8 @@ class PodEnds:
             return False
         later = self._pods.get(a.pod) if a.pod else None
         # This may be a static pod: its mirror pod was deleted, and is not created again yet.
-        named_so = later is None and a.pod is not None and a.pod[1].endswith(self._static_end)
-        static = is_static_uid(a.uid) or named_so or (later is not None and later.runtime_uid is not None)
+        has_static_name = later is None and a.pod is not None and a.pod[1].endswith(self._static_suffix)
+        static = is_static_uid(a.uid) or has_static_name or (later is not None and later.runtime_uid is not None)
         return None if static else True
 
     def _is_being_deleted(self, a: Allocation, ended: bool | None) -> bool:
@@ -192,7 +192,7 @@ class Listings:
         return listing
 
     def _number(self, listing: Listing) -> None:
-        """Only the UID distinguishes a new pod from a refused one of the same name that `List` still shows."""
+        """Updates `first_seen`. Only the UID distinguishes a new pod from a refused one of the same name that `List` still shows."""
         uids = {pod: view.uid for pod in listing.pods if (view := self._pods.get(pod)) is not None and not view.ended}
         recreated = {pod for pod, uid in uids.items() if self._uids.get(pod, uid) != uid}
         numbers = {pod: self._calls if pod in recreated else self.first_seen.get(pod, self._calls) for pod in listing.pods}

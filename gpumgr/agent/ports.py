@@ -65,10 +65,11 @@ class Runtime(Protocol):
 
 
 class Enforcement(Protocol):
-    """The limits of containers that share a GPU, and their part of the response to Allocate."""
+    """The limits of tenants (containers that share a GPU), and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """`pod` None: not certain. `setting`: the mechanism that the claim's DeviceClass demands."""
+        """How containers of this pod are limited. `pod` None: not certain. `setting`: the mechanism that the claim's DeviceClass
+        demands."""
         ...
 
     def answer(
@@ -79,8 +80,8 @@ class Enforcement(Protocol):
         ...
 
     async def start(self, base: ContainerResponse, allocation: Allocation, tenant: GpuShare | None) -> None:
-        """Call it before each start of the container. For a claim it may be called at any time, because limits of running containers stay.
-        `base`: the responses to all calls for the container, without the limits. Raises Refusal."""
+        """Call it before each start of the container. For a claim it may be called at any time, because it does not change the limits of
+        running containers. `base`: the responses to all calls for the container, without the limits. Raises Refusal."""
         ...
 
     def intact_specs(self) -> Collection[AllocationId]:
@@ -108,7 +109,9 @@ class Evictor(Protocol):
 
 
 class Meter(Protocol):
-    def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None: ...
+    def drifted(self, what: Literal["freed", "renamed", "adopted", "rejected"], count: int) -> None:
+        """Counts allocations in which the ledger differed from the kubelet's state, by what became of them."""
+        ...
 
 
 #: tampered: the container changed its limits (they were corrected). unregistered: a process uses the GPU without the mechanism. broken: the
@@ -126,8 +129,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunningContainer(msgspec.Struct, frozen=True, kw_only=True):
     """A running container with a share. `others`: further containers with the same ResourceClaim. `pids`: the host's ids of all processes
-    in the containers' cgroups and below, ascending; `gpu_pids` have a context on one of the GPUs. `memory_bytes`: GPU -> what they use
-    there (None: not known)."""
+    in the containers' cgroups and below, ascending; `gpu_pids`: the processes that have a context on one of the GPUs. `memory_bytes`:
+    GPU -> what the processes use there (None: not known)."""
 
     tenant: GpuShare
     container: Container

@@ -23,8 +23,8 @@ from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: No call of `List` for this time after an Allocate: the kubelet would rebuild its table of used ids, and lose ids that it has chosen and
-#: not yet entered. Also the delay of a sweep after a pod's end.
+#: `List` is not called for this time after an Allocate: it makes the kubelet rebuild its table of used ids, which then lacks ids that the
+#: kubelet has chosen and not yet entered. Also the delay of a sweep after a pod's end.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0
@@ -133,9 +133,9 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them, because their pod runs. If that is not known, an allocation
-        stays while `List` may be incomplete, while `List` shows the pod without its ids (the kubelet lost its checkpoint), or while its pod
-        has no name and a listed pod lacks ids."""
+        """The allocations that stay although the last `List` did not show them, because their pod runs. If it is not known whether the pod
+        runs, the allocation stays in three cases: `List` may be incomplete; `List` shows the pod without its ids (the kubelet lost its
+        checkpoint); the pod's name is not known, and a listed pod lacks ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
         ended = await self._pod_ends.find(absent) if absent else {}
@@ -183,7 +183,7 @@ class Reconciler:
         ledger = self._agent_state.ledger
         listing = await self._admission.listings.list()
         if listing is not None:
-            # With this patience the sweep frees nothing, it only sets names.
+            # With this patience the sweep frees no allocation only because `List` lacks it. It sets names.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._commit(rebuilt)

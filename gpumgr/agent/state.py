@@ -30,11 +30,12 @@ from gpumgr.placement.select import Policy
 
 log = structlog.get_logger(__name__)
 
-#: The memory call of a container follows its core call within this time, or not at all.
+#: The kubelet allocates a container's memory within this time after its cores, or not at all.
 OPEN_SECONDS = 5.0
 #: How long a pod that must otherwise be refused waits for the kubelet to read a list, which takes milliseconds.
 PUBLISH_SECONDS = 0.1
-#: Changed memory blocks are sent this long after the last device list, or later.
+#: A list in which only memory blocks have changed is sent at least this long after the one before it. Blocks count as visible this long
+#: after they were sent.
 SETTLE_SECONDS = 1.0
 QUARANTINE_NOTE = "quarantine"
 SUSPENSIONS_NOTE = "suspensions"
@@ -47,6 +48,7 @@ class DeviceListPublisher:
         self._publish = publish
         self._clock = clock
         self._sent: NodeDevices = ()
+        #: GPU -> the blocks that were visible when a changed list was last sent, and when that was.
         self._seen_before: dict[GpuName, int] = {}
         self._changed_at: dict[GpuName, float] = {}
         self._sent_at = float("-inf")
@@ -74,7 +76,7 @@ class DeviceListPublisher:
             self._timer = asyncio.get_running_loop().call_later(wait, self._send)
 
     def hurry(self) -> bool:
-        """Sends a list that is held back. True if the list sent last has Healthy blocks that do not count as visible yet."""
+        """Sends a list that is held back. Returns whether the last sent list has Healthy blocks that do not count as visible yet."""
         self._send()
         visible = self.visible_blocks()
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
@@ -140,15 +142,16 @@ class AgentState:
     ) -> None:
         self.lock = asyncio.Lock()
         self.history = History(checkpoint, wall_clock=time.time)
-        # A reservation from before a restart: the kubelet never got an answer about it.
+        # Drops reservations from before a restart, because the kubelet never got an answer about them.
         self.ledger = ledger.free(a.id for a in ledger.allocations.values() if a.reserved)
         self.inventory = inventory or Inventory()
         #: The containers with a suspension; also on disk.
         self.suspensions: SuspensionsById = {}
         self._durable = ledger
         self._checkpoint, self._device_lists, self._runs, self._clock = checkpoint, device_lists, runs, clock
-        #: A whole-GPU allocation that may still request memory, and until when.
+        #: An allocation of whole GPUs for which the kubelet may still allocate memory, and until when.
         self._open: tuple[AllocationId, float] | None = None
+        #: The quarantine's note on disk.
         self._noted = ""
         #: GPU -> when it went into quarantine, in monotonic seconds; None: the quarantine was logged.
         self._held_since: dict[GpuName, float | None] = {}
@@ -218,6 +221,7 @@ class AgentState:
         self._device_lists.update(self.inventory.node_devices(self.ledger, open_ids))
 
     def leave_open(self, allocation: AllocationId) -> None:
+        """For OPEN_SECONDS the kubelet may allocate the memory of this allocation of whole GPUs."""
         self._open = (allocation, self._clock() + OPEN_SECONDS)
 
     def close_open(self) -> None:
@@ -290,8 +294,8 @@ class AgentState:
             self._set_quarantine(quarantine.released(state, self._runs))
 
     def restore_quarantine(self, notes: Mapping[str, str]) -> None:
-        """Call it once the ledger is complete: restores the processes in quarantine and the unattributed ones (of no container) that still
-        run, then evaluates the sampled processes again. Raises CheckpointError for a note that can't be read."""
+        """Call it once the ledger is complete: restores the `held` and `unattributed` processes of the quarantine that still run, then
+        evaluates the sampled processes again. Raises CheckpointError for a note that can't be read."""
         self._noted = notes.get(QUARANTINE_NOTE, "")
         kept = decode_note(notes, QUARANTINE_NOTE, dict[str, dict[GpuName, frozenset[Process]]], remedy=DELETE_IT)
         state, seen = Quarantine(held=kept.get("held", {}), unattributed=kept.get("unattributed", {})), self.inventory.quarantine
@@ -304,8 +308,8 @@ class AgentState:
         self._set_quarantine(quarantine.released(state, self._runs))
 
     async def note_quarantine(self) -> None:
-        """Saves the quarantine for the next start. Without the unattributed processes a display server would count as a container's after a
-        restart, and keep its GPU in quarantine. Raises CheckpointError."""
+        """Saves the quarantine for the next start. If it did not save the unattributed processes, a display server would count as a
+        container's process after a restart, and keep its GPU in quarantine. Raises CheckpointError."""
         state = self.inventory.quarantine
         kept = {"held": state.held, "unattributed": state.unattributed}
         note = encode_note(kept)

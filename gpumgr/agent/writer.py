@@ -130,7 +130,7 @@ class Agent:
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
         """Returns what `decide` returns under the lock, and tries again while it raises ListFailedError. Raises Refusal after
-        LIST_AGAIN_SECONDS, or once the kubelet makes another call: it has restarted then."""
+        LIST_AGAIN_SECONDS, or once the kubelet makes another call, because then the kubelet has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:
@@ -211,7 +211,7 @@ class Agent:
         pending, self._pending = self._pending, None
 
         async def decide() -> tuple[Allocation, str | None, ContainerResponse | None]:
-            """The response is None for a reservation."""
+            """The response is None for a reservation, which still lacks MIG devices."""
             allocation, evaluator = await self._decide(record, device_ids, pending)
             if not allocation.reserved:
                 return allocation, evaluator, await self._grant(record, allocation, evaluator)
@@ -239,8 +239,8 @@ class Agent:
     async def _decide(
         self, record: CallRecord, device_ids: Sequence[str], pending: Pending | None
     ) -> tuple[Allocation, str | None]:
-        """The allocation of exactly these ids, without MIG devices, and the evaluator that chose them, if one did. `pending` is the last
-        answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
+        """The allocation of exactly these ids, before its MIG devices are created, and the evaluator that chose the ids (None: the kubelet
+        chose them). `pending` is the last answered GetPreferredAllocation. The caller holds the lock. Raises Refusal."""
         agent_state, resource = self.agent_state, record.resource
         if not device_ids:
             raise Refusal("invalid_request", f"the kubelet's request to allocate has no {resource} ids")
@@ -269,8 +269,8 @@ class Agent:
     async def _create_and_grant(
         self, record: CallRecord, reserved: Allocation, evaluator: str | None
     ) -> tuple[Allocation, ContainerResponse]:
-        """Creates a reservation's MIG devices without the lock, because the driver may take 30 s, and grants it. Raises Refusal; then no
-        device and no reservation is left."""
+        """Creates a reservation's MIG devices without the lock, because the driver may take 30 s. Then grants the reservation. Raises
+        Refusal; then no device and no reservation is left."""
         agent_state, created = self.agent_state, reserved
         async with self.mig_devices.changes:
             try:
@@ -287,7 +287,8 @@ class Agent:
                 self.reconciler.answered()
 
     def _still_reserved(self, allocation: AllocationId) -> Allocation:
-        """The reservation now; its pod may have become known. Raises Refusal if it was freed, or if one of its GPUs went out of service."""
+        """The reservation as it is now: its pod may have become known. Raises Refusal if it was freed, or if one of its GPUs went out of
+        service."""
         reserved = self.agent_state.ledger.allocations.get(allocation)
         if reserved is None:
             raise Refusal("conflict", "the kubelet offered the container's ids again while its MIG devices were created")
@@ -312,7 +313,8 @@ class Agent:
         return answer
 
     def _await_memory_call(self, resource: Resource, allocation: Allocation, caller: Caller) -> None:
-        """Leaves the allocation open: the free blocks of whole GPUs turn Unhealthy only when the memory call can no longer arrive."""
+        """If the kubelet may still allocate the container's memory, leaves the allocation open, so that the free blocks of its whole GPUs
+        stay Healthy."""
         self.agent_state.close_open()
         wants_memory = caller.spec is None or caller.spec.memory_blocks > 0
         if resource == "core" and allocation.whole and not allocation.held("memory") and wants_memory:
