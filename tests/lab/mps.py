@@ -14,7 +14,7 @@ from gpumgr.sim.demo.node import Sections
 from tests.agent.stage import until_sampled
 from tests.e2e.processes import start_time
 
-from .container import bind
+from .container import ANSWER_SECONDS, bind
 from .files import CONTROL_PROGRAM, LAB_MPS
 from .node import LabNode, Tenant, lab_node, until
 from .scenario import Skip, Trial, refused, scenario
@@ -84,7 +84,7 @@ def control(trial: Trial, node: LabNode, pipe: str, *words: str, text: str = "")
     """What the control program on the host answers."""
     program = str(trial.run.folder / f"{trial.name}-bin" / CONTROL_PROGRAM)
     environ = {**os.environ, **node.environ, "CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_PROTOCOL_VERSION": "3" if words else "2"}
-    done = subprocess.run([program, *words], input=text, capture_output=True, text=True, timeout=20, env=environ)
+    done = subprocess.run([program, *words], input=text, capture_output=True, text=True, timeout=ANSWER_SECONDS, env=environ)
     return (done.stdout + done.stderr).strip()
 
 
@@ -105,7 +105,7 @@ async def inside(tenant: Tenant, *words: str, text: str = "", user: int = 0) -> 
     environ = ("/usr/bin/env", "LD_LIBRARY_PATH=/outx", f"CUDA_MPS_PROTOCOL_VERSION={3 if words else 2}")
     process = await tenant.container.exec(*become, *environ, f"/mps/{CONTROL_PROGRAM}", *words)
     process.send(text)
-    status, output = await process.output(20)
+    status, output = await process.output()
     return status, output + process.stderr()
 
 

@@ -34,9 +34,9 @@ LIMIT_BYTES: Final = 5 * GIB
 _BRIDGE_SECONDS: Final = 0.1
 #: For what the agent does within seconds on an idle machine.
 PATIENCE_SECONDS: Final = 60.0
-#: The kubelet and the runtime of a node answer in the process that plays all scenarios: on a loaded machine an answer can take longer
-#: than the agent waits.
-_BUSY_LAB: Final = ("pod_resources_unavailable", "cri_unavailable")
+#: The kubelet and the runtime of a node answer in the process that plays all scenarios: on a loaded machine an answer, and what the
+#: agent does once a sample, can take longer than the agent waits.
+_BUSY_LAB: Final = ("pod_resources_unavailable", "cri_unavailable", "background_call_takes_long")
 
 
 class HostProcesses(SimProcesses):
