@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NoReturn
 
 from gpumgr.agent.pods import find_pod
-from gpumgr.agent.state import AgentState
+from gpumgr.agent.state import OPEN_SECONDS, AgentState
 from gpumgr.common.aio import next_tick, wait_at_most
 from gpumgr.common.units import CORES_PER_GPU, GpuName
 from gpumgr.kube.cache import PodCache
@@ -25,6 +25,7 @@ from gpumgr.kube.pod_annotations import ALLOCATIONS, is_ours, pod_annotations, w
 from gpumgr.kube.publisher.events import Event, ObjectRef, node_ref, pod_ref
 from gpumgr.kube.publisher.hami import HamiBindings
 from gpumgr.kube.publisher.publisher import Publisher
+from gpumgr.ledger.callers import next_container
 from gpumgr.ledger.history import DEMANDED, NOT_ENFORCED, HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.suspension import SuspensionsById
@@ -125,8 +126,8 @@ class DecisionReporter:
                 self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
-        """Reports a pod when all its allocations are due and the driver lists all its GPUs. Clears the annotations of active pods without
-        allocations."""
+        """Reports a pod when all its allocations are due and the driver lists all its GPUs. While the pod lacks devices, this is
+        OPEN_SECONDS later: on a slow disk more calls for it may follow. Clears the annotations of active pods without allocations."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
         self._due = {each: due for each, due in self._due.items() if each in ledger.allocations}
@@ -137,8 +138,10 @@ class DecisionReporter:
                 pods[view.uid].append(a)
         for view in self._pods.all():
             allocations = pods[view.uid]
-            dues = [self._due[a.id] for a in allocations if a.id in self._due]
-            if dues and max(dues) <= now and all(gpu in shown for a in allocations for gpu in a.gpus):
+            due = max((self._due[a.id] for a in allocations if a.id in self._due), default=math.inf)
+            if due <= now and view.phase == "Pending" and next_container(ledger, view) is not None:
+                due += OPEN_SECONDS
+            if due <= now and all(gpu in shown for a in allocations for gpu in a.gpus):
                 self._report_pod(view, allocations)
             elif not (allocations or view.ended or view.deleted) and ALLOCATIONS in self._pods.annotations(view.uid):
                 self._annotate(view, {})

@@ -64,6 +64,19 @@ async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: 
     assert cluster.writes == ["pod", "event"]
 
 
+async def test_a_pod_with_slow_calls_is_one_patch_and_one_event(cluster: Cluster) -> None:
+    def between_calls() -> None:
+        cluster.decisions.report()
+        cluster.world.clock.now += 2 * SETTLE_SECONDS
+        cluster.decisions.report()
+
+    cluster.world.in_flight = between_calls
+    pod = await cluster.run(cluster.world.pod("web", replace(app("first"), kind="init"), app("main"), app("side")))
+    await cluster.look()
+    assert cluster.writes == ["pod", "event"]
+    assert [each["memory_mebibytes"] for each in cluster.allocations(pod)] == [1024] * 3
+
+
 async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
     world = await World.made(snapshot(2, 16))
     async with announced(world, tmp_path, written=False) as cluster:
