@@ -321,7 +321,7 @@ class Admission:
         return None if spec is not None and spec.wants(resource) != size else last.id
 
     def _spare_look(self) -> bool:
-        """Whether a call of `List` that only confirms is due. If so, the caller makes it."""
+        """Whether a call of `List` that only confirms is due; then it counts as made."""
         now = self._clock()
         due = now - self._spare_look_at >= SPARE_LOOK_SECONDS
         self._spare_look_at = now if due else self._spare_look_at

@@ -183,7 +183,7 @@ class Reconciler:
         ledger = self._agent_state.ledger
         listing = await self._admission.listings.list()
         if listing is not None:
-            # With this patience the sweep frees no allocation only because `List` lacks it. It sets names.
+            # With this patience, absence from `List` frees nothing. The sweep sets names, and frees what has certainly ended.
             ledger = sweep(ledger, listing, self._pods.get, self._find_uid, absent={}, patience=2**31).ledger
         rebuilt = adopt(ledger, entries, listing, self._find_uid, new_id=self.new_id, now=self._wall_clock())
         await self._commit(rebuilt)

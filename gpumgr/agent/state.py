@@ -48,7 +48,7 @@ class DeviceListPublisher:
         self._publish = publish
         self._clock = clock
         self._sent: NodeDevices = ()
-        #: GPU -> the blocks that were visible when a changed list was last sent, and when that was.
+        #: GPU -> the blocks that were visible when a change of its ids was last sent, and when that was.
         self._seen_before: dict[GpuName, int] = {}
         self._changed_at: dict[GpuName, float] = {}
         self._sent_at = float("-inf")

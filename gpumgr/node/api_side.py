@@ -41,8 +41,8 @@ class ApiSide:
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, settings: Settings) -> AsyncIterator["ApiSide"]:
-        """Raises SettingsError if the kubeconfig can't be used. The next agent publishes what is unwritten when the context ends, except
-        events."""
+        """Raises SettingsError if the kubeconfig can't be used. When the context ends, waiting writes are dropped. The next agent makes
+        them again, except events."""
         if not settings.kubernetes.enabled:
             yield cls(pods=NoPods(), publisher=None)
             return
@@ -113,8 +113,8 @@ class ApiSide:
         return tasks
 
     def _annotation_reporters(self, components: Components) -> Mapping[str, Callable[[NodeReport], None]]:
-        """The reporters that annotate the node; none in mode dra. There kube-scheduler chooses the GPUs, so the extender must not see an
-        inventory."""
+        """The reporters that annotate the node; none in mode dra. There kube-scheduler chooses the GPUs, so gpumgr's scheduler
+        extender must not see an inventory."""
         if components.dra is not None or self.publisher is None:
             return {}
         annotate, settings = self.publisher.annotate, components.settings

@@ -44,10 +44,11 @@ log = structlog.get_logger(__name__)
 #: How long the start waits for this node's pods, and for the driver's first answer.
 FIRST_PODS_SECONDS = 0.2
 FIRST_SNAPSHOT_SECONDS = 10.0
+#: The interval of reports to the service manager, and the shorter one before the agent is ready.
 REPORT_SECONDS = 1.0
+FIRST_REPORT_SECONDS = 0.1
 #: The interval at which the pods on drained GPUs are looked up.
 EVICT_SECONDS = 60.0
-FIRST_REPORT_SECONDS = 0.1
 #: The parameter's number in malloc.h, for mallopt(3).
 _M_MMAP_THRESHOLD = -3
 
@@ -65,8 +66,8 @@ async def run(settings: Settings, hardware: Hardware, *, stop: asyncio.Event, so
         from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
 
         driver = DraDriver(settings)
-    # The API side and the driver's session are opened before the locks are taken and closed after their release, so that the next agent
-    # does not wait for their end.
+    # The API side and the driver's session are opened before the node's locks are taken, and closed after the locks are released. So the
+    # next agent does not wait until they are closed.
     async with ApiSide.open(settings) as api_side, _enforcement(settings, hardware, api_side) as enforcement:
         second = SecondAgent(
             settings, driver, enforcement=enforcement, pods=api_side.pods, watch=api_side.watch, on_wait=notifier.status
@@ -101,7 +102,7 @@ async def _assembled(
         loaded = checkpoint.load()
         if loaded.notes.get(LOST_NOTE):
             loaded = replace(loaded, lost=True)
-        elif not loaded.ledger.gpu_registry.gpus:
+        elif not loaded.ledger.gpu_registry.gpus:  # a new ledger, which must be rebuilt even if this agent ends before that
             loaded = replace(loaded, lost=True)
             await checkpoint.save_note(LOST_NOTE, "yes")
         _log_damage(loaded)
@@ -165,7 +166,7 @@ def _start_observers(group: asyncio.TaskGroup, components: Components, source: S
 
 
 async def _reconcile(components: Components) -> None:
-    """Waits for the driver, then adopts what the kubelet has allocated, before any device is offered."""
+    """Waits for the driver, then adds to the ledger what the kubelet has allocated, before any device is offered."""
     api_side, loaded, settings = components.api_side, components.loaded, components.settings
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SNAPSHOT_SECONDS):
@@ -182,7 +183,7 @@ async def _reconcile(components: Components) -> None:
     await components.enforcement.recover()
     examined = entries is not None and bool(components.agent_state.inventory.snapshot.gpus)
     if loaded.lost and examined and components.dra is None and components.former_mode_dra is None:
-        with contextlib.suppress(CheckpointError):  # then the next start rebuilds the ledger again
+        with contextlib.suppress(CheckpointError):  # after this error the next start rebuilds the ledger again
             await components.agent_state.save_note(LOST_NOTE, "")
 
 
@@ -204,8 +205,8 @@ async def _open_servers(components: Components) -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only glibc has these functions
         libc = ctypes.CDLL(None)
-        # Otherwise glibc raises the threshold above asyncio's read buffers (256 KiB) when the first one is freed. Such buffers then
-        # fragment the heap: with 50,000 random requests the agent grew by 17 MiB, and by 8 MiB with a fixed threshold.
+        # Otherwise glibc raises its mmap threshold above the size of asyncio's read buffers (256 KiB) when the first one is freed. Later
+        # buffers then fragment the heap: with 50,000 random requests the agent grew by 17 MiB, and by 8 MiB with a fixed threshold.
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.malloc_trim(0)  # otherwise glibc keeps about 8 MiB that the start has freed
     # Imported modules are never freed. With their objects a full collection would block the event loop for tens of milliseconds.
@@ -264,7 +265,7 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Only this loop feeds the watchdog, so it must not depend on NVML or the API server."""
+    """Reports status and readiness to the service manager, and feeds its watchdog. It must not depend on NVML or the API server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0

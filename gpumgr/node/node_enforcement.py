@@ -51,17 +51,18 @@ CLEAN_UP_SECONDS = 30.0
 MIN_CLEAN_UP_SECONDS = 0.5
 #: The interval at which backends are checked for obstacles: reasons why a backend can't be used now.
 CHOICE_SECONDS = 60.0
+#: The interval at which unused copies of the driver's files are removed.
 PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
 def _libcuda(nvml_library: Path | None) -> str:
-    """libcuda in NVML's folder. If NVML's path is not set, a name for the dynamic linker."""
+    """The path of libcuda in NVML's folder; if NVML's path is not set, the name by which the dynamic linker finds it."""
     return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
 
 
 def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
-    """Its session is not open."""
+    """The driver; its session is not open yet."""
     return Nvml(
         library_path=hardware.library_path,
         timeout_seconds=settings.nvml.call_timeout_seconds,
@@ -249,6 +250,8 @@ class NodeEnforcement:
         return None if started is None else await self.containers.container_of(pid, started)
 
     def _on_start(self, tenant: GpuShare | None, mechanisms: Mechanisms) -> None:
+        """Called before a container starts: reports the container if its mechanism can't limit one of its GPUs. `tenant` None: it has no
+        share."""
         self.containers.wake()
         shares = {gpu.uuid for gpu in tenant.gpus if not gpu.whole} if tenant is not None else set()
         for gpu in self._snapshot.gpus:

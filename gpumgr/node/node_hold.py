@@ -7,7 +7,8 @@ their release.
 In mode dra the second agent also registers the DRA driver, with its own sockets, unless pods of mode plugin hold GPUs. The kubelet calls
 the DRA driver that registered last; these calls wait until the second agent has its ledger.
 
-The first agent still writes to the checkpoint. The second one reads it only to test whether it can, and to find pods of mode plugin.
+The first agent still writes to the checkpoint. The second one reads it only to test whether this version can, and to find pods of mode
+plugin.
 """
 
 import asyncio
@@ -43,10 +44,10 @@ _LOCK_SECONDS: Final = 0.01
 
 @contextlib.asynccontextmanager
 async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator[bool]:
-    """Yields True with the node's locks held, or False if `stop` was set first. While it waits, `second` serves.
+    """Yields True with the node's locks held, or False if `stop` was set first. While another agent has the locks, `second` serves.
 
-    Raises AlreadyRunning if another agent has this node and this agent may not wait, InputError if the lock file can't be made,
-    ListenError, and the errors of `SecondAgent.wait`.
+    Raises AlreadyRunning if another agent has this node and process.instance is not set, so that this one may not wait; InputError if the
+    lock file can't be made; ListenError, and the errors of `SecondAgent.wait`.
     """
     with contextlib.ExitStack() as locks:
         try:
@@ -59,8 +60,8 @@ async def node_held(second: "SecondAgent", stop: asyncio.Event) -> AsyncIterator
 
 
 class SecondAgent:
-    """Loads what needs no locks and serves the probes, in mode dra also the kubelet's registration. `watch` returns the task that keeps
-    `pods` up to date. `on_wait` gets the reason of the wait."""
+    """While another agent has the node: loads what needs no locks, and serves the probes. In mode dra it also registers the DRA driver.
+    `watch` returns the task that keeps `pods` up to date. `on_wait` gets the reason of the wait."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class SecondAgent:
             await self._driver.link.run()
 
     def _not_ready(self) -> list[str]:
-        """Why this agent is not ready. Empty if it waits only for the end of an agent that its DaemonSet then ends."""
+        """Why this agent is not ready. Empty if it waits only for an agent that the DaemonSet ends once this one is ready."""
         missing = self._no_driver() + [f"this agent {self._waits_for}"] * (BY_SYSTEMD in self._waits_for)
         if isinstance(self._pods, PodCache) and not self._pods.synced:
             missing.append("the API server has not listed the pods of this node yet")
@@ -202,7 +203,7 @@ def _locks(settings: Settings) -> Iterator[None]:
         except (OSError, GpumgrError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise InputError(
-                f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to, in a pod one that is "
-                "mounted from the host"
+                f"process.lock_path {path} can't be used: {why}; name a file in a folder that the agent may write to (in a pod, a "
+                "folder that is mounted from the host)"
             ) from error
         yield
