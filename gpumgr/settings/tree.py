@@ -1,6 +1,6 @@
 """Reads a settings file into a tree of YAML nodes with line numbers.
 
-Any content, and any other object at the path, gives a tree or an error of one sentence.
+Any content of the file gives a tree or an error of one sentence. So does an object at the path that is not a regular file.
 """
 
 from collections.abc import Iterator
@@ -47,8 +47,10 @@ def compose(content: bytes) -> yaml.Node | None:
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise _no_yaml(said, mark.line + 1 if mark else None) from error
     except yaml.reader.ReaderError as error:
-        # ReaderError counts characters or bytes, depending on where it failed. A line break is one of either.
-        raise _no_yaml(error.reason, content[: error.position].count(b"\n") + 1) from error
+        # The position counts characters if the content could be decoded, otherwise bytes.
+        at, decoded = error.position, error.encoding == "unicode"
+        breaks = content.decode(errors="replace")[:at].count("\n") if decoded else content[:at].count(b"\n")
+        raise _no_yaml(error.reason, breaks + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error
     except Exception as error:  # int() and chr() raise for digits that PyYAML does not check

@@ -39,6 +39,7 @@ BAD = {
     "http: {port: {a: 1}}": "FILE:1: http.port: can't be read (neither a value nor a list of values)",
     "http: {port: &a [*a]}": "FILE:1: http.port: can't be read (neither a value nor a list of values)",
     f"http: *{'x' * 5000}": "FILE:1: no valid YAML: found undefined alias 'xxx",
+    "# ééééé\n# ééééé\nlog: {level: \a}": "FILE:3: no valid YAML: special characters are not allowed",
 }
 
 
