@@ -53,7 +53,7 @@ class InvalidSettingsError(SettingsError):
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """The value of a key in one layer. `text`: whether a string is converted to the key's type."""
+    """The value of a key in one layer. `text`: whether a value that is a string must be converted to the key's type."""
 
     key: str
     value: object
@@ -269,7 +269,8 @@ def _entries(
 
 
 def _cross_check(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, message) for each error in the combination of settings. A key with its default value is never reported."""
+    """Yields (dotted key, message) for each error in the combination of settings. The key never has its default value, so `load_settings`
+    can name the layer that set it."""
     yield from _socket_paths(settings)
     for section, files in (("http", settings.http), ("scheduler", settings.scheduler)):
         if (found := missing_file(section, files.tls_cert_file, files.tls_key_file, files.client_ca_file)) is not None:
@@ -332,7 +333,7 @@ def _socket_paths(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def _twice(key: str, items: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Errors about names with several values in a list of name=value."""
+    """Errors about names that have several values in the list `items` of name=value texts."""
     names = [item.partition("=")[0] for item in dict.fromkeys(items)]
     for name in dict.fromkeys(each for each in names if names.count(each) > 1):
         yield key, f"{name!r} has {names.count(name)} values; allowed: one"

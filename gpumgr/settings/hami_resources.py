@@ -27,7 +27,7 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: Without a request of the container: MiB of each GPU (0: all), and percent of each GPU's cores (0: no limit).
+    #: For a container that requests no memory: MiB of each GPU (0: all). For one that requests no cores: percent of each GPU (0: no limit).
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.
@@ -36,7 +36,7 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     #: need more than the GPU has.
     device_memory_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     device_core_scaling: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    #: Neither count nor limit the cores of shares.
+    #: The cores of shares are neither counted nor limited.
     disable_core_limit: bool = False
 
     @property

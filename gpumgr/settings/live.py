@@ -1,9 +1,9 @@
 """Reads the settings file again after a change or SIGHUP, and applies the live keys, which take effect without a restart.
 
 * A file counts as changed when two consecutive checks find the same new identity, so that no half-written file is read. A ConfigMap's file
-  is a link that the kubelet points to a new folder, so the link's target is compared.
-* With one error in the file, none of its settings is applied.
-* Neither the content of the file nor a file system that hangs ends or blocks the agent.
+  is a link that the kubelet points to a new folder, so the file behind the link is compared.
+* If the file has an error, none of its settings is applied.
+* No content of the file ends the agent. A file system that hangs does not block the agent.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ RELOADED: Final = "reloaded"
 
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True):
-    """`settings` are the previous settings with the changed live keys. `applied` (live) and `needs_restart` are the dotted keys that
-    differ, in the order of the sections."""
+    """`settings`: the previous settings with the changed live keys. `applied`: the dotted live keys that differ. `needs_restart`: the other
+    dotted keys that differ. Both are in the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]
@@ -62,8 +62,8 @@ def reload(current: Settings, written: Settings) -> Reload:
 
 @dataclass(kw_only=True)
 class SettingsSource:
-    """The settings file. Create it before the settings are read for the first time. `ask` requests another read. `read_as` is the identity
-    of the file when it was last read.
+    """The settings file. Create this object before the settings are read for the first time, so that no change of the file is missed. `ask`
+    requests another read. `read_as` is the identity of the file when it was last read.
 
     `load` reads file, environment and flags, and raises InputError if one of them is wrong.
     """
@@ -81,8 +81,8 @@ class SettingsSource:
 
 
 class SettingsReloader:
-    """`apply` receives settings that differ from the previous ones only in live keys. `record` receives, for the history, REJECTED or
-    RELOADED and a sentence. If `run` raises, which is a bug, it can be called again."""
+    """`apply` receives settings that differ from the previous ones only in live keys. `record` receives REJECTED or RELOADED and a sentence
+    for the history. If a bug makes `run` raise, `run` can be called again."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SettingsReloader:
             try:
                 await self._check(read=was_asked)
             except TimeoutError:
-                self._source.read_as = None  # so the next check that gets an answer reads the file
+                self._source.read_as = None  # so the file is read as soon as the file system answers
                 self._reject(f"{self._source.path} can't be read: its file system gives no answer", log_again=was_asked)
             except InputError as error:
                 self._reject(str(error), log_again=was_asked)

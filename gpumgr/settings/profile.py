@@ -18,7 +18,7 @@ def offered(settings: Settings) -> Sequence[Resource]:
 
 
 def replicas(settings: Settings) -> int:
-    """How many replicas of each GPU are offered."""
+    """How many replicas of each GPU are offered: ids of HAMi's resource, one for each container that may share the GPU."""
     return settings.hami.device_split_count if "replica" in offered(settings) else 0
 
 
@@ -42,8 +42,8 @@ def mig_offered(settings: Settings) -> bool:
 
 
 def inner_names(settings: Settings) -> Mapping[str, str]:
-    """The kubelet's name of a resource -> the agent's. If the settings name another resource than nvidia.com/gpu, nvidia.com/gpu belongs to
-    another plugin and maps to ""."""
+    """The name of a resource in the kubelet -> its name in the agent. If the settings name another resource than nvidia.com/gpu, the
+    resource nvidia.com/gpu belongs to another device plugin and maps to ""."""
     count = MIG_RESOURCE if settings.node.mig_strategy == "single" else REPLICA_RESOURCE
     return {REPLICA_RESOURCE: "", settings.hami.count_resource: count}
 
@@ -68,8 +68,8 @@ _SHA256: Final = re.compile("[0-9a-f]{64}")
 def hami_core_library(settings: Settings) -> tuple[Path | None, str | None]:
     """Path and SHA-256 from the settings, or else of the installed library (None, None: there is none).
 
-    An installed library is in a folder below checkpoint.dir, named after its SHA-256. A link selects one for new containers. `gpumgr
-    install library` and the image of config/image/hami-core make both.
+    Each installed library is in a folder of its own below checkpoint.dir, which is named after the library's SHA-256. A link selects one
+    library for new containers. `gpumgr install library` and the image of config/image/hami-core make folder and link.
     """
     given, folder = settings.hami_core, settings.checkpoint.library_dir
     if given.library_path is None and given.library_sha256 is None:

@@ -1,4 +1,4 @@
-"""Every setting: name, type, bounds and default. config/gpumgr.yaml explains each key; a test compares keys and defaults.
+"""Every setting: name, type, bounds and default. config/gpumgr.yaml explains each key; a test compares that file with this module.
 
 The keys for requests of HAMi's resources are in `gpumgr.settings.hami_resources`.
 """
@@ -16,7 +16,7 @@ from gpumgr.settings.hami_resources import ReplicaResources
 
 _NODE_NAME = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
 
-#: Bounds of nvml.unreported_memory_mebibytes. The lower one is two blocks, the least capacity in a ResourceSlice.
+#: Bounds of nvml.unreported_memory_mebibytes. The lower bound is two memory blocks of 256 MiB, the least capacity in a ResourceSlice.
 LEAST_UNREPORTED_MEBIBYTES: Final = 512
 MOST_UNREPORTED_MEBIBYTES: Final = 1 << 24
 
@@ -97,16 +97,16 @@ class KubeletSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Folder of kubelet.sock and of gpumgr's own sockets.
     device_plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     pod_resources_socket: Path = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
-    #: With node.mode dra.
+    #: Used with node.mode dra, like the next one.
     plugins_dir: Path = Path("/var/lib/kubelet/plugins")
     plugins_registry_dir: Path = Path("/var/lib/kubelet/plugins_registry")
-    #: Unless it is none, the scheduler chooses only the node.
+    #: The kubelet's policy. Unless it is none, gpumgr's scheduler chooses only the node, and the agent chooses the GPUs.
     topology_manager_policy: Literal["none", "best-effort", "restricted", "single-numa-node"] = "none"
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     dir: Path = Path("/var/lib/gpumgr")
-    #: Read at the first start, and when the kubelet has containers of gpu-manager that the ledger lacks.
+    #: Read at the first start, and when the kubelet lists containers of gpu-manager that the ledger (the agent's list of grants) lacks.
     gpu_manager_checkpoint: Path = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 
     @property
@@ -119,7 +119,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     enabled: bool = True
     #: None: the service account of the agent's pod.
     kubeconfig: Path | None = None
-    #: Pods that the kubelet marked Failed because gpumgr refused them.
+    #: Deletes pods that the kubelet marked Failed because gpumgr refused them.
     delete_failed_pods: bool = False
     #: How long GetPreferredAllocation may wait for a pod that the agent's cache lacks.
     pod_wait_milliseconds: Annotated[int, Meta(ge=0, le=1000), LIVE] = 50
@@ -138,9 +138,9 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_kernel_modules: bool = False
     #: XID errors that an application causes and that leave the GPU healthy.
     ignored_xids: Annotated[tuple[Xid, ...], LIVE] = (13, 31, 43, 45, 68, 109)
-    #: How long READY is delayed while the driver is missing.
+    #: How long the notification READY to systemd waits for the driver.
     ready_grace_seconds: Annotated[float, Meta(ge=0, le=3600)] = 10.0
-    #: For a GPU for which the driver reports no memory (GB10). None: it is granted as a whole only.
+    #: Memory of a GPU for which the driver reports none (GB10). None: such a GPU is granted as a whole only.
     unreported_memory_mebibytes: Annotated[int, Meta(ge=LEAST_UNREPORTED_MEBIBYTES, le=MOST_UNREPORTED_MEBIBYTES)] | None = None
     #: The driver's program that resets a GPU.
     smi_program: Annotated[str, Meta(min_length=1)] = "nvidia-smi"
@@ -151,7 +151,7 @@ class NvmlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: The fullest (binpack) or the emptiest (spread) GPU for a share.
+    #: A share is placed on the fullest (binpack) or the emptiest (spread) GPU with enough free.
     policy: Annotated[Literal["binpack", "spread"], LIVE] = "binpack"
     share_mode: Annotated[bool, LIVE] = True
 
@@ -172,7 +172,7 @@ class ContainerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: auto: limiter, and the driver's memory limits where the node has them.
     backend: Literal["auto", BackendName] = "auto"
-    #: The most specific entry counts.
+    #: Other backends for namespaces and service accounts. The most specific entry counts.
     overrides: tuple[Override, ...] = ()
     #: Containers get devices and files in the Allocate response, or by the name of a CDI device.
     injection: Literal["mounts", "cdi"] = "mounts"
@@ -181,7 +181,7 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path = Path("/run/gpumgr")
     #: How long files of an ended container are kept.
     orphan_grace_seconds: Annotated[float, Meta(ge=1, le=86400)] = 60.0
-    #: Consecutive samples over the limit after which a container is reported.
+    #: Consecutive samples over its memory limit after which a container is reported.
     over_limit_samples: Annotated[int, Meta(ge=1, le=3600), LIVE] = 5
     #: Memory beyond the limit that is tolerated (contexts, rounding).
     over_limit_slack_mebibytes: Annotated[int, Meta(ge=0, le=1048576), LIVE] = 256
@@ -190,9 +190,9 @@ class EnforcementSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_burst: Annotated[bool, LIVE] = False
     #: 0: never. The annotation gpumgr.io/suspend-when-idle overrides it.
     suspend_when_idle_seconds: Annotated[float, Meta(ge=0, le=604800), LIVE] = 0.0
-    #: Cores above their requests that a pod's containers may get together by `gpumgr resize`.
+    #: How many cores above their requests the containers of a pod may get together by `gpumgr resize`.
     max_growth_cores: Annotated[int, Meta(ge=0, le=1600), LIVE] = 0
-    #: The same for memory, with bursts. 0: bursts have no maximum.
+    #: The same for memory, by `gpumgr resize` and by bursts. 0: none by `gpumgr resize`, no maximum for bursts.
     max_growth_memory_mebibytes: Annotated[int, Meta(ge=0, le=16777216), LIVE] = 0
 
 
@@ -208,12 +208,12 @@ class MpsSettings(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Literal["auto", "2", "3"] = "auto"
     #: How long a GPU's MPS daemon runs after its last container.
     idle_seconds: Annotated[float, Meta(ge=0, le=86400)] = 60.0
-    #: EXCLUSIVE_PROCESS mode while a GPU is shared, so that no process bypasses the daemon.
+    #: Puts a shared GPU into EXCLUSIVE_PROCESS mode, so that no process bypasses the daemon.
     exclusive_process: bool = True
 
 
 class HamiCoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: None for both: the installed library (`gpumgr install library`, or the chart's image).
+    #: If path and checksum are None: the installed library (`gpumgr install library`, or the chart's image).
     library_path: Path | None = None
     library_sha256: Sha256 | None = None
     log_level: Annotated[int, Meta(ge=0, le=4)] = 1
@@ -275,9 +275,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cpus_per_gpu: Annotated[float, Meta(ge=0.1, le=1000)] = 8.0
     #: The maximum number of nodes in the answer to filter. With 1 the GPUs are reserved for the pod at once.
     candidates: Annotated[int, Meta(ge=1, le=1024)] = 1
-    #: After this time the scheduler asks the API server for the pod, and frees its GPUs if it is not bound.
+    #: How long GPUs stay assumed for a pod. Then the scheduler asks the API server about the pod, and frees the GPUs if it is not bound.
     assume_seconds: Annotated[float, Meta(ge=1, le=3600)] = 60.0
-    #: If the API server is silent for so long and a list fails, too, no pod is placed. A watch lasts two thirds of this time.
+    #: If the API server sends nothing for so long, and a list fails, too, no pod is placed. A watch lasts two thirds of this time.
     max_silence_seconds: Annotated[float, Meta(ge=15, le=600)] = 30.0
     max_request_mebibytes: Annotated[int, Meta(ge=1, le=1024)] = 128
     #: NAMESPACE/NAME. Empty: there are no quotas.
@@ -285,7 +285,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Labels of nodes that quotas refer to.
     quota_model_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-model"
     quota_pool_label: Annotated[str, Meta(min_length=1, max_length=317)] = "gaia.tencent.com/gpu-pool"
-    #: How long the GPUs that preemption frees are kept for the pod that preempts.
+    #: How long the GPUs that a preemption frees are kept for the pod that preempts.
     nomination_seconds: Annotated[float, Meta(ge=1, le=86400)] = 300.0
     #: Cluster page and /metrics, on http.address and with the access rules of the section http. 0: any free port.
     http_port: Port = 5679
@@ -311,16 +311,16 @@ class WebhookSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: What the webhook writes as spec.schedulerName and spec.runtimeClassName (empty: nothing).
     scheduler_name: ObjectName = "gpumgr-scheduler"
     runtime_class: Annotated[str, Meta(pattern="^[a-z0-9.-]*$", max_length=253)] = ""
-    #: For a container with an amount but no number of GPUs (HAMi's defaultGPUNum).
+    #: The number of GPUs of a container that requests amounts, but no number (HAMi's defaultGPUNum).
     default_gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: Unless default: the containers' GPU_CORE_UTILIZATION_POLICY (HAMi's gpuCorePolicy).
+    #: Unless it is default: the variable GPU_CORE_UTILIZATION_POLICY of the containers (HAMi's gpuCorePolicy).
     core_policy: Literal["default", "force", "disable"] = "default"
-    #: NVIDIA_VISIBLE_DEVICES=none in containers without a GPU request (HAMi's overwriteEnv).
+    #: Sets NVIDIA_VISIBLE_DEVICES=none in containers without a GPU request (HAMi's overwriteEnv).
     hide_gpus: bool = False
 
 
 class ClaimsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    #: ResourceClaimTemplates of `gpumgr claims`, one for each shape of a vcuda pod.
+    #: The most ResourceClaimTemplates that `gpumgr claims` keeps: one for each different set of requests of a vcuda pod.
     max_templates_per_namespace: Annotated[int, Meta(ge=1, le=100_000)] = 256
     #: A template that no pod and no claim has used for this long is deleted.
     template_idle_hours: Annotated[float, Meta(ge=0.01, le=8760)] = 24.0
@@ -337,8 +337,8 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: How long running calls and writes may take after SIGTERM.
     stop_grace_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     lock_path: Path = Path("/var/lib/gpumgr/agent.lock")
-    #: Unique among the agents of a rolling update, such as the pod's uid. With it, a second agent waits for the end of the first one;
-    #: without it, it ends at once.
+    #: A name that is unique among the agents of a rolling update, such as the pod's uid. A second agent with a name waits until the first
+    #: agent has ended. A second agent without a name ends at once.
     instance: str | None = None
 
 
