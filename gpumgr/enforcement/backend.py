@@ -26,7 +26,7 @@ from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import PodView
 from gpumgr.settings import schema
 
-#: "mps-open": see `UnlimitedMps`; only gpumgr itself chooses it.
+#: "mps-open": a container without limits on a node with MPS. Only gpumgr itself chooses this backend.
 BackendName = Literal[schema.BackendName, "mps-open"]
 
 
@@ -91,7 +91,7 @@ class Backend:
         return {}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """For containers that the last `adjust` returned: the highest memory limit of their programs, if known."""
+        """Container that the last `adjust` returned -> the highest memory limit of its programs, if known."""
         return {}
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
@@ -209,7 +209,8 @@ def choose_mechanisms(setting: str, obstacles: Mapping[str, str | None], strengt
 
 
 def expand(setting: str, able: Strengths) -> Mechanisms:
-    """The mechanisms for one value of enforcement.backend. A mechanism for memory alone is the first of them."""
+    """The mechanisms for one value of enforcement.backend. `auto` and `nvml-memory` may have two: nvml-memory, which limits only memory,
+    and then the limiter."""
     if setting not in ("auto", "nvml-memory"):
         return (setting,)
     memory = ["nvml-memory"] if setting == "nvml-memory" or able.get("nvml-memory") else []

@@ -1,7 +1,7 @@
 """Injection by CDI: the answer to the kubelet names a device, and a spec file describes it to the container runtime.
 
-Each allocation has one spec file with one device; for a ResourceClaim with one device per GPU. It is written when the container starts,
-since cores and memory are allocated by then, or when the claim is prepared. Source: Container Device Interface specification 0.6.0.
+Each allocation has one spec file with one device; for a ResourceClaim with one device per GPU. The file is written when the container
+starts, since cores and memory are allocated by then, or when the claim is prepared. Source: Container Device Interface specification 0.6.0.
 """
 
 import json

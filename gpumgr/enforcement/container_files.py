@@ -3,9 +3,9 @@
 Such a file is not mapped into memory, since a process that reads a mapping of a truncated file is killed. Its descriptor stays open, so
 that the agent uses the file that the container got.
 
-A container can enlarge its file, so each folder is a tmpfs of its own, of limited size. The host must see this mount, since the container's
-runtime mounts the file there: the agent runs in the host's mount namespace or in a pod with "Bidirectional" propagation of run_dir, or asks
-systemd to mount. Source: mount(2), mount_namespaces(7).
+A container can enlarge its file, so each folder is a tmpfs of its own, of limited size. The host must see this tmpfs, since the container
+runtime on the host mounts the file into the container. So the agent runs in the host's mount namespace, or in a pod with "Bidirectional"
+propagation of run_dir, or it asks systemd to mount. Source: mount(2), mount_namespaces(7).
 """
 
 import ctypes
@@ -80,7 +80,8 @@ class SharedFile:
         return data
 
     def write(self, offset: int, data: bytes) -> None:
-        """An aligned word of 4 or 8 bytes is a single store, which is atomic for readers on x86-64 and arm64."""
+        """Writes the bytes. An aligned word of 4 or 8 bytes is written by a single store, which is atomic for readers on x86-64 and
+        arm64."""
         self.check()  # a write would extend a truncated file
         os.pwrite(self.descriptor, data, offset)
 
@@ -115,8 +116,8 @@ log = structlog.get_logger(__name__)
 
 
 class BoundedFolders:
-    """A tmpfs for each allocation. Without the right to mount it is a plain folder, where an enlarged file uses space of run_dir until the
-    agent cuts it."""
+    """A tmpfs for each allocation. If the agent can't mount, there is only a plain folder. An enlarged file there uses space of run_dir
+    until the agent cuts it."""
 
     def __init__(self) -> None:
         self._logged = False
@@ -124,8 +125,8 @@ class BoundedFolders:
     def renew(self, folder: Path) -> None:
         """Mounts an empty tmpfs at the folder, or leaves it plain. Raises OSError.
 
-        The former tmpfs stays while its container has a file of it mounted. The mount's source has the allocation's name, so that
-        `mounted_names` finds it for each process with a file of the tmpfs.
+        A former tmpfs stays while its container has a file of it mounted. The mount's source contains the allocation's id, so that
+        `mounted_names` finds the id in the mount table of each process with a file of the tmpfs.
         """
         self.remove(folder)
         source = f"gpumgr-{folder.name}"

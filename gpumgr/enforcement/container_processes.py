@@ -45,13 +45,16 @@ class PidMap:
 
 
 class Identity(NamedTuple):
-    """Identifies a process. `namespace`: the inode of its innermost pid namespace. The limiter's library reports both."""
+    """Identifies a process. `namespace`: the inode of its innermost pid namespace; `pid`: its pid there. The limiter's library reports
+    both."""
 
     namespace: int
     pid: int
 
 
 class Identities:
+    """Finds the identities of processes on the host."""
+
     def __init__(self, pid_in_container_of: PidInContainerOf, proc_root: Path = PROC) -> None:
         self._pid_in_container_of, self._proc_root = pid_in_container_of, proc_root
 
@@ -65,7 +68,7 @@ class Identities:
         return None if inside is None else Identity(namespace, inside)
 
     def executed(self, host_pid: int | None, stack: int) -> bool:
-        """Whether the process (None: there is none) has executed another program since its first stack began at `stack` (0: not known)."""
+        """Whether the process (None: there is none) has executed another program since its first stack was at `stack` (0: not known)."""
         now = first_stack(host_pid, self._proc_root) if host_pid is not None and stack else None
         return now is not None and now != stack
 
@@ -81,8 +84,8 @@ class Identities:
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
     """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
 
-    A mount of a whole file system does not count, since only the agent makes one. Blocks for some milliseconds. Raises OSError if a process
-    is hidden from the agent, since it may have any of the folders mounted.
+    A mount of a whole file system does not count: the agent makes it, not a container. Blocks for some milliseconds. Raises OSError if a
+    process is hidden from the agent, since it may have any of the folders mounted.
     """
     found: set[str] = set()
     for table in mount_tables(proc_root):

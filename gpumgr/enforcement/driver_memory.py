@@ -34,7 +34,7 @@ from gpumgr.placement.devices import MemoryLimit
 _RECHECK_SECONDS: Final = 10.0
 #: A size that the driver does not round.
 _TRIAL: Final = MemoryLimit(soft_bytes=0, hard_bytes=1 << 30)
-#: Agent and `gpumgr doctor` may disturb each other's trial; the next trial succeeds.
+#: The agent and `gpumgr doctor` share this cgroup, so they may disturb each other's trial. The next trial succeeds.
 _TRIAL_CGROUP: Final = "gpumgr-trial"
 _AFTER_FAILED_TRIAL: Final = (
     "gpumgr must be able to write there (as root; in a pod: mount it writable), and the driver must keep limits in the dmem controller "
@@ -55,8 +55,8 @@ class MemoryLimits(Protocol):
 
 
 class _Limit(msgspec.Struct):
-    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force. `kept`: why the driver keeps the higher limit
-    of a burst (memory beyond the request). `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
+    """The limit of one container on one GPU. `obstacle`: why no limit of gpumgr is in force. `kept`: why the driver still has the higher
+    limit of a burst (memory above the request). `due`: when to read the limit back. `hard_bytes`: the limit that was in force last."""
 
     allocation: AllocationId
     obstacle: str | None = None
@@ -91,7 +91,7 @@ class DriverMemory(Backend):
         self._tried = False
 
     async def check_node(self) -> None:
-        """Also tries a limit, until a trial has succeeded."""
+        """Also sets a limit on a cgroup without processes, as a trial, until a trial has succeeded."""
         of_cgroups, of_driver, uuid = self._cgroup_obstacle(), None, ""
         try:
             uuid = await self._driver.gpu_with_memory_limits()
@@ -176,8 +176,8 @@ class DriverMemory(Backend):
                 limit.due = self._clock() + _RECHECK_SECONDS
 
     async def _set(self, limit: _Limit, gpu: SharedGpu, cgroup: str) -> str | None:
-        """Sets the limit unless it is in force. Returns why the container has no limit; the higher limit of a burst (`kept`) counts as a
-        limit. Raises NvmlError."""
+        """Sets the limit unless it is in force. Returns why the container has no limit; None: it has one, perhaps still the higher limit of
+        a burst (`kept`). Raises NvmlError."""
         wanted = MemoryLimit(soft_bytes=0, hard_bytes=gpu.limit_bytes)
         before = await self._driver.memory_limit(gpu.uuid, cgroup)
         of_burst = before.hard_bytes is not None and before.hard_bytes == limit.hard_bytes

@@ -76,7 +76,7 @@ class Enforcer:
         self._reported: tuple[Mechanisms, str] | None = None
 
     async def choose(self, gpus: Sequence[Gpu] = ()) -> MechanismChoice:
-        """Determines and logs the mechanisms of new containers on these GPUs; allocations keep theirs."""
+        """Determines and logs the mechanisms of new containers on these GPUs; existing allocations keep theirs."""
         answers = await asyncio.gather(*(backend.unavailable() for backend in self.backends.values()))
         obstacles = dict(zip(self.backends, answers, strict=True))
         strengths = {name: backend.limits for name, backend in self.backends.items()}
@@ -138,8 +138,8 @@ class Enforcer:
                 ) from error
 
     async def _runs(self, allocation: AllocationId) -> bool:
-        """Whether a container may run with these limits. A claim can be prepared again while its containers run. Running containers never
-        see new files, so the old ones must stay."""
+        """Whether a container may already run with this allocation's files. A claim can be prepared again while its containers run. Running
+        containers never see new files, so the old files must stay."""
         there = allocation in await asyncio.to_thread(self._list_remains)
         return there and allocation in await self._used([allocation])
 
@@ -200,7 +200,7 @@ class Enforcer:
         return obstacles
 
     def _by_backend(self, running: Sequence[tuple[RunningContainer, Mechanisms]]) -> list[tuple[Backend, list[RunningContainer]]]:
-        """Every backend, also without containers: it may have daemons to check or records to drop."""
+        """All backends, each with its containers. A backend without containers may have daemons to check or records to drop."""
         return [(backend, [each for each, names in running if name in names]) for name, backend in self.backends.items()]
 
     def turns(self) -> Mapping[AllocationOnGpu, TurnUse]:
@@ -208,7 +208,7 @@ class Enforcer:
         return {place: use for backend in self.backends.values() for place, use in backend.turns().items()}
 
     def kept_bytes(self) -> Mapping[AllocationId, int]:
-        """The highest memory limit that programs still have from before a change, as of the last `adjust`."""
+        """Container -> the highest memory limit that its programs still have from before a change, as of the last `adjust`."""
         return {name: size for backend in self.backends.values() for name, size in backend.kept_bytes().items()}
 
     def obstacle_to_change(self, mechanisms: Mechanisms, resource: Resource) -> str | None:
@@ -315,6 +315,7 @@ class Enforcer:
             log.info("orphan_removed", allocation=allocation)
 
     def intact_specs(self) -> Collection[AllocationId]:
+        """The allocations with a CDI spec that this process wrote and that has not changed since."""
         written = [*self._written.items()]
         return {each for each, spec in written if spec and FileIdentity.at(self._cdi_dir / cdi.file_name(each)) == spec}
 

@@ -1,6 +1,7 @@
 """The common base of the limiter and hami-core, where each process of a container preloads a library.
 
-The container mounts the installed library, the list that preloads it, and the files of its own folder, which the agent checks.
+The container mounts the installed library, /etc/ld.so.preload, which preloads it, and the files of its allocation's folder. The agent
+checks these files.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ _INSTALLING: Final = threading.Lock()
 class Monitor:
     """Checks the files of one start of a container. Any thread may call the methods.
 
-    `files`, `file`: names for messages, of these files and of new ones. `obstacle`: why the limits that were last checked or restored are
-    not in force; None: they are.
+    `files`, `file`: what messages call these files, and what they call new ones. `obstacle`: why the limits that were last checked or
+    restored are not in force; None: they are.
     """
 
     def __init__(self, files: str, file: str) -> None:
@@ -88,7 +89,8 @@ _M = TypeVar("_M", bound=Monitor)
 
 class PreloadedBackend(Backend, Generic[_M]):
     """`path_in_container`: the library in containers. `library_dir`: the installed libraries, on a disk, since a container's mounts name
-    them also after a reboot. `folder`: on a tmpfs, with a folder for each allocation. Containers may fill it if `volumes` is None."""
+    them also after a reboot. `folder`: on a tmpfs, with a folder for each allocation. If `volumes` is None, containers can fill the
+    tmpfs."""
 
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
     adjustable = True
@@ -117,8 +119,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """The mounts of the library. It is installed already now: an agent that is updated before the container's start installs only its
-        own version, and the runtime would make a folder where a file is missing."""
+        """The mounts of the library, which is installed here already. If the agent is updated before the container starts, the new agent
+        installs only its own version, and the runtime would make a folder at the path of a missing file."""
         with suppress(LibraryError, OSError):  # the start reports it
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -43,7 +43,7 @@ _UNSET: Final = (
 
 
 class HamiCore(PreloadedBackend[RegionMonitor]):
-    """`log_level`: the library's. `pid_in_container_of` is called on threads."""
+    """`log_level`: of the library in the container. `pid_in_container_of` is called on threads."""
 
     name: BackendName = "hami-core"
 
@@ -63,7 +63,7 @@ class HamiCore(PreloadedBackend[RegionMonitor]):
         self._library, self._log_level = (library_path, library_sha256), log_level
         self._pid_in_container_of, self._clock = pid_in_container_of, clock
         self._trying = asyncio.Lock()
-        #: (the library that was tried, why it can't be used, when it is tried again).
+        #: (the library that was tried, why it can't be used, when it is tried again). `_trying` is held during a trial.
         self._tried: tuple[CheckedLibrary | None, str | None, float] = (None, None, 0.0)
 
     def supply(self, path: Path | None, sha256: str | None) -> None:

@@ -7,7 +7,7 @@ import ctypes
 import sys
 from typing import Final
 
-#: Like any function of the library, it makes the region if it is called first.
+#: The first call of any function of the library makes the region.
 _MAKES_REGION: Final = "get_current_device_memory_limit"
 _RTLD_LAZY: Final = 1
 

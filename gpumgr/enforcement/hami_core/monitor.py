@@ -131,7 +131,7 @@ class RegionMonitor(Monitor):
             self._pending.append(self._tampered(tenant, changed))
 
     def _differing(self, tenant: GpuShare, seen: RegionView) -> list[Repair]:
-        """The repairs of all differences from the granted limits; none if these can't be determined: wrong ones are never written."""
+        """The repairs of all differences from the granted limits. If the granted limits can't be determined, nothing is repaired."""
         try:
             self._written = limits(tenant.gpus)
         except ValueError as error:
@@ -154,7 +154,7 @@ class RegionMonitor(Monitor):
         yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core")
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
-        """Repairs that depend on the running processes; none while these are unknown."""
+        """Repairs that depend on the running processes; none while the processes are unknown."""
         if not running.pids:
             return
         hosts_of = self._pids.hosts_of(running.pids)

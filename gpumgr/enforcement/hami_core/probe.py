@@ -26,7 +26,7 @@ _BUILD: Final = (
 
 
 def refusal(library: CheckedLibrary) -> str | None:
-    """Why this library can't be used, and what to do; None if it can. Raises LibraryError if it can't be tried."""
+    """Why this library can't be used, and what to do; None if it can. Raises LibraryError if the test itself fails."""
     try:
         with tempfile.TemporaryDirectory(prefix="gpumgr-probe-") as folder:
             reason = _probe(library.path, Path(folder))
@@ -40,8 +40,8 @@ def refusal(library: CheckedLibrary) -> str | None:
 
 def _probe(path: Path, folder: Path) -> str | None:
     """Raises subprocess.TimeoutExpired, OSError."""
-    # Some builds need a libcuda.so.1, though they call it by dlsym. The library takes its place, since a real driver could add functions
-    # that the library lacks.
+    # Some builds are linked with libcuda.so.1, although they call it by dlsym. The tested library takes the place of libcuda: a real driver
+    # could add functions that the tested library lacks.
     (folder / "libcuda.so.1").symlink_to(path.absolute())
     environment = {
         "LD_LIBRARY_PATH": str(folder),

@@ -161,7 +161,7 @@ _FUTEX_WAKE: Final = 1
 
 
 class RegionFile(SharedFile):
-    """All users may write it, since the library ends every CUDA process that can't."""
+    """The file is writable for all users, since the library ends every CUDA process that can't write it."""
 
     @classmethod
     def create_in(cls, folder: Path, data: bytes) -> Self:
@@ -178,7 +178,7 @@ class RegionFile(SharedFile):
         return decode(self.read_at)
 
     def wake(self, semaphore: int) -> None:
-        """Wakes one process that waits for this semaphore; write it first."""
+        """Wakes one process that waits for this semaphore. Write the semaphore's new value first."""
         # The file is mapped only because futex needs an address; the mapping is not read.
         page = semaphore // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with suppress(OSError, ValueError), mmap.mmap(self.descriptor, layout.SIZEOF - page, offset=page) as mapped:

@@ -5,8 +5,9 @@
  * truncate its page at any time.
  *
  * A tenant's virtual time is the time that it held the GPU, divided by its share; the waiting tenant with the lowest one is next. Only
- * tenants that compete are compared: one that comes back catches up with them, so a GPU that was free costs no tenant anything later. A
- * tenant's bucket fills at the rate of its ceiling; while the bucket is empty, the tenant waits although the GPU is free. */
+ * tenants that compete are compared. The virtual time of a tenant that comes back is raised nearly to the lowest of theirs, so a tenant
+ * pays nothing later for the use of a free GPU. Each tenant has a token bucket of GPU time, which fills at the rate of its ceiling; while
+ * the bucket is empty, the tenant waits although the GPU is free. */
 #define _GNU_SOURCE
 #include "pages.h"
 #include <errno.h>
@@ -28,14 +29,14 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MS 1000000ll
 enum { TENANTS = 1024, GPUS = 64, NONE = -1 };
-#define SCAN_NS (MS / 2)
-#define DRAIN_SCAN_NS 60000
-#define REST_SCAN_NS (5 * MS)
-#define REFRESH_NS (50 * MS)
-#define RECENT_NS (1000 * MS)
-#define AWAY_NS (100 * MS)
-#define CROSSED_NS (5 * MS) /* work that a program may queue ahead ends sooner */
-#define DEBT_NS (2000 * MS)
+#define SCAN_NS (MS / 2)       /* between two looks at a GPU with an active tenant */
+#define DRAIN_SCAN_NS 60000    /* between two looks while the work of an ended turn is about to end */
+#define REST_SCAN_NS (5 * MS)  /* between two looks at a GPU without an active tenant */
+#define REFRESH_NS (50 * MS)   /* between two reads of the limits pages, and two heartbeats */
+#define RECENT_NS (1000 * MS)  /* how long a tenant stays active after it last wanted or had the GPU */
+#define AWAY_NS (100 * MS)     /* how long after an overrun a tenant keeps its whole claim */
+#define CROSSED_NS (5 * MS)    /* the time for the work of a holder that yields; what a program may queue ahead ends sooner */
+#define DEBT_NS (2000 * MS)    /* the bounds of a debt, a claim and an overdrawn bucket */
 
 /* -- what the agent calls ---------------------------------------------------------------------------------------------------------
  * int gm_arbiter_start(void)
@@ -71,22 +72,22 @@ static struct tenant {
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
-    int64_t debt_ns; /* GPU time beyond its share that its work took after its turn, while others had the GPU, too; until it is paid, others are next */
+    int64_t debt_ns; /* GPU time beyond its share that its work took after its turn while others had the GPU, too; paid first */
     int64_t overran_at; /* when it last had the GPU after its turn */
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */
     uint64_t until, since; /* as written to its turn page */
     uint32_t flags, grants, pass, away_from; /* away_from is the same for all siblings */
     bool overran; /* work of a turn that the arbiter ended still runs */
-    uint32_t suspended; /* then the flags of its processes are ignored */
+    uint32_t suspended; /* not 0: the container is suspended, and the flags of its processes are ignored */
     bool damaged; /* the page has values that the arbiter did not write */
     struct gm_arbiter_figures figures;
 } tenants[TENANTS];
 static struct gpu {
     struct tenant *tenants, *holder;
-    int64_t served_at, due; /* the last and the next look at it */
+    int64_t served_at, due; /* when the arbiter last looked at the GPU, and when it looks next */
     int64_t until; /* the end of the holder's turn */
-    int64_t virtual_ns; /* the lowest one of the tenants that competed last */
+    int64_t virtual_ns; /* the lowest virtual time of the tenants that competed last */
     bool draining; /* its turn is over, its work has not ended */
 } gpus[GPUS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -165,7 +166,8 @@ static bool part_is_free(const struct tenant *t, int64_t from) {
     while ((s = s->sibling) != t);
     return true;
 }
-/* Places the tenant's part as early as the parts of the tenants that were added before allow. If no part is free, parts overlap. */
+/* Plans for a time without an arbiter: places the tenant's part as early as the parts of the tenants that were added before allow. If no
+ * part is free, parts overlap. */
 static void plan_absence(struct tenant *t) {
     int64_t from = t->away_from ? t->away_from - 1 : 0;
     while (from && part_is_free(t, from - 1)) from--;
@@ -201,7 +203,7 @@ static void refresh(struct tenant *t, int64_t now) {
 static bool may_have(const struct tenant *t) { return t->flags & GM_WANTS && t->bucket_ns >= t->quantum_ns / 4; }
 /* Whether it has the GPU, or has a claim on the next turn. */
 static bool competes(const struct tenant *t) { return t->gpu->holder == t ? t->flags : may_have(t) && t->debt_ns <= 0; }
-/* The lowest virtual time of the tenants that compete for the GPU, except `but`; without one, as it was last. */
+/* The lowest virtual time of the tenants that compete for the GPU, except `but`. If no such tenant competes, the last known value. */
 static int64_t lowest(const struct gpu *g, const struct tenant *but) {
     const struct tenant *least = NULL;
     for (struct tenant *t = g->tenants; t; t = t->next)
@@ -237,13 +239,14 @@ static void look(struct tenant *t, int64_t now) {
     if (t->bucket_ns > 2 * t->quantum_ns || t->ceiling >= 100) t->bucket_ns = 2 * t->quantum_ns;
     if (!(t->flags & GM_BUSY)) t->overran = false;
     if (!t->flags) return;
-    /* Others took a part of the time of work that overran its turn: the tenant gets it back. */
+    /* If its work overran its turn a short time ago, others had a part of the GPU then: the tenant may take that time back. */
     if (!competed && competes(t)) catch_up(t, now - t->overran_at < AWAY_NS ? DEBT_NS : 4 * t->quantum_ns);
     t->active_at = now;
 }
 
-/* Whether the holder yields: each of the two containers holds a GPU for which the other one waits, so kernels that communicate across GPUs
- * would wait until the turns end. The container that is ahead on both GPUs together yields. Both GPUs give the same result. */
+/* Whether the holder yields to `other` before its turn ends. This happens if each of the two containers holds a GPU for which the other one
+ * waits: kernels that communicate across GPUs would wait until the turns end. The container with more virtual time on both GPUs together
+ * yields, so the result is the same for both GPUs. */
 static bool yields(const struct tenant *h, const struct tenant *other) {
     for (const struct tenant *o = other->sibling; o != other; o = o->sibling)
         for (const struct tenant *s = h->sibling; s != h && o->gpu->holder == o; s = s->sibling) {
@@ -253,7 +256,7 @@ static bool yields(const struct tenant *h, const struct tenant *other) {
         }
     return false;
 }
-/* The waiting tenant that is next, or NULL. One with a debt is next if no other one competes. */
+/* The waiting tenant that is next, or NULL. A tenant with a debt is next only if no other one competes. */
 static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     struct tenant *best = NULL;
     for (struct tenant *t = g->tenants; t; t = t->next) {
@@ -262,8 +265,8 @@ static struct tenant *next(const struct gpu *g, const struct tenant *but) {
     }
     return best;
 }
-/* A turn lasts until the tenant's bucket is empty, but at most a quantum. A process that knows the end checks at once whether its work has
- * ended. */
+/* How long a turn lasts: until the tenant's bucket is empty, but at most a quantum. The turn page has this end, so that a process checks at
+ * the end whether its work has ended. */
 static int64_t turn_ns(const struct tenant *t) {
     int64_t ns = t->ceiling >= 100 ? t->quantum_ns : t->bucket_ns * 100 / (100 - t->ceiling);
     return ns < t->quantum_ns ? ns : t->quantum_ns;
@@ -302,6 +305,8 @@ static void serve_holder(struct gpu *g, struct tenant *h, struct tenant *other, 
     } else if (!other && h->flags & GM_WANTS && h->bucket_ns >= h->quantum_ns / 4) grant(g, h, now);
     else g->draining = other || now < g->until + 5 * MS; /* after that it is a long kernel, and frequent looks are of no use */
 }
+/* Whether the time is charged to the tenant. The holder is charged while it has work, and while it keeps another tenant waiting; any other
+ * tenant while work of an ended turn still runs. */
 static bool has_gpu(const struct tenant *t, const struct tenant *other) {
     return t->gpu->holder == t ? t->flags & GM_BUSY || other : t->overran;
 }
@@ -398,7 +403,7 @@ EXPORT int gm_arbiter_add(int gpu, int page, int limits_fd, int turn_fd) {
         g->tenants = t, g->due = 0;
         t->looked_at = now;
         if (!t->next) g->served_at = now;
-        /* A former arbiter's count goes on: a process that sleeps until it changes must see the change. */
+        /* The count of an earlier arbiter is continued: a process that sleeps on it must see a change. */
         if (pread(turn_fd, &t->grants, sizeof t->grants, turn_at(t) + (off_t)offsetof(struct gm_turn_gpu, grants)) < 0) t->grants = 0;
         write_since(t, 0);
         write_until(t, 0);

@@ -1,6 +1,6 @@
 """Controls the arbiter (arbiter.c), a native thread that gives the containers of each GPU turns, in which they may run work there.
 
-A tenant is a container on one GPU. Its pages are files that it shares with the agent.
+A tenant is a container on one GPU. The pages of a container are small files that it shares with the agent.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ class _Figures(ctypes.Structure):
 
 class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant's figures since it was added. `held_ns`: GPU time charged to it. `waited_ns`: time in which a thread of it waited for a
-    turn. `overruns`: turns after which its work ran on for two turns' length. `spoiled`: how often its page `turn` was damaged
-    and restored."""
+    turn. `overruns`: turns after which its work ran on for twice the length of a turn. `spoiled`: how often its page `turn` was
+    damaged and restored."""
 
     held_ns: int
     waited_ns: int
@@ -33,7 +33,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arbiter:
-    """The first tenant starts the thread. Any thread may call the methods."""
+    """Adding the first tenant starts the arbiter's thread. Any thread may call the methods."""
 
     def __init__(self, library: Path) -> None:
         """Raises ArbiterError."""
@@ -76,7 +76,7 @@ class Arbiter:
         return bool(self._library.gm_arbiter_overruns(number))
 
     def stop(self) -> None:
-        """Stops the arbiter for good. 200 ms later the library in each container limits it by itself."""
+        """Stops the arbiter for good. From 200 ms later, the library in each container limits the container by itself."""
         with self._lock:
             self._stopped = True
             if self._running:

@@ -1,9 +1,9 @@
 """Backend "limiter": gpumgr's own library in each process of the container counts memory before it asks the driver, and holds launches
-until the arbiter gives the container its turn.
+until the arbiter (a thread of the agent) gives the container its turn.
 
 The library, the list that preloads it, and the pages (small files through which agent, arbiter and library communicate) are mounted below
-/etc. A restarted container gets the same copy of the library, since the kubelet reuses the mounts of the first answer. So the pages' names
-have a version. Without an agent the library limits the container by itself.
+/etc. A restarted container gets the same copy of the library, even after an update of the agent, since the kubelet reuses the mounts of
+the first answer. So the pages' names have a version. Without an agent the library limits the container by itself.
 """
 
 import asyncio
@@ -180,7 +180,8 @@ class Limiter(PreloadedBackend[PageMonitor]):
         return self._locks.setdefault(allocation, threading.Lock())
 
     def _monitor_of(self, allocation: AllocationId) -> PageMonitor | None:
-        """The container's monitor; None while the agent ends. Opens the pages after the agent's restart; a later call retries a failure."""
+        """The container's monitor; None while the agent ends. After a restart of the agent, opens the pages. A later call retries a
+        failure."""
         with self._lock_of(allocation):
             known = self._monitors.get(allocation)
             if self._closed or (known is not None and known.usable):

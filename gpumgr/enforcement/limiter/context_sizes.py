@@ -34,7 +34,8 @@ class ContextSizes:
         self._pids: set[int] = set()
 
     async def of(self, uuid: str) -> int:
-        """Bytes; 0 if that can't be measured. Then a new context counts only from the driver's next sample on."""
+        """The bytes of a context on this GPU; 0 if they can't be measured. Then a new context counts only from the driver's next sample
+        on."""
         loop = asyncio.get_running_loop()
         async with self._measuring.setdefault(uuid, asyncio.Lock()):
             if uuid in self._sizes or loop.time() < self._again.get(uuid, 0.0):

@@ -1,8 +1,8 @@
 /* The turn: a launch waits until the arbiter grants it to the container. Markers (streams.c) show when the launched work has ended; then a
  * helper thread gives the turn back.
  *
- * A launch that needs no turn costs a load and the count of launches. A launch that finds the turn granted costs two atomic additions and a
- * read of the clock. The helper sleeps while the process has no work on the GPU. */
+ * A launch that needs no turn costs a load and an addition to the count of launches. A launch that finds the turn granted costs two atomic
+ * additions and a read of the clock. The helper sleeps while the process has no work on the GPU. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "memory.h"
@@ -18,8 +18,12 @@
 #include <unistd.h>
 
 #define MS 1000000ull
-enum { IDLE_NS = 1000000, DRAIN_POLL_NS = 50000, LOOK_NS = 250000 };
-#define ARBITER_GONE_NS (200 * MS)
+enum {
+    IDLE_NS = 1000000,     /* a process without launches for this time, and without work, gives the turn back */
+    DRAIN_POLL_NS = 50000, /* between two looks at the work after the end of the turn */
+    LOOK_NS = 250000,      /* between two looks at the work during the turn */
+};
+#define ARBITER_GONE_NS (200 * MS) /* after the last heartbeat */
 #define DEBT_NS (2000 * (int64_t)MS)
 #define PASS 0x10001ull /* added to gm_gate.passes: one more launch, which is inside the driver's call */
 #define INFLIGHT 0xffffull
@@ -28,7 +32,7 @@ static struct gm_gate gates[GM_GPUS];
 static atomic_uint wake; /* futex: a gate became busy, or the process ends */
 static atomic_int helper; /* 0: none, 1: runs, 2: shall stop, 3: stopped */
 
-/* A thread that is cancelled here would leave counts and flags behind. */
+/* Sleeps. The thread can't be cancelled here, where it would leave counts and flags behind. */
 void gm_nap(uint64_t ns) {
     struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
     int before;
@@ -58,7 +62,7 @@ uint64_t gm_patience_ns(const struct gm_gate *g) {
     return p ? 2 * quantum_ns(p, g) : 0;
 }
 
-/* -- this process's word: what the arbiter knows of it ------------------------------------------------------------------------ */
+/* -- this process's word in the turn page --------------------------------------------------------------------------------------- */
 static uint32_t *word_of(const struct gm_process *p, const struct gm_gate *g) {
     return p->slot ? &turn(p, g)->word[p->slot_index] : &turn(p, g)->others;
 }
@@ -89,6 +93,7 @@ static void end_wait(const struct gm_process *p, struct gm_gate *g, uint64_t now
 
 /* -- without an arbiter: this process's part of the share, by a bucket of its own ----------------------------------------------- */
 static pthread_mutex_t bucket_lock = PTHREAD_MUTEX_INITIALIZER;
+/* Whether no arbiter runs. */
 static bool alone(const struct gm_process *p, uint64_t now) {
     uint64_t beat = __atomic_load_n(&p->limits->heartbeat_ns, __ATOMIC_RELAXED);
     return now > beat + ARBITER_GONE_NS;
@@ -163,7 +168,7 @@ static uint64_t look_after(const struct gm_process *p, struct gm_gate *g) {
         word_set(p, g, GM_BUSY, 0, now);
         return DRAIN_POLL_NS;
     }
-    gm_frees_settle(); /* other processes of the container may need it before this one does */
+    gm_frees_settle(); /* other processes of the container may need the freed memory before this one does */
     return 0;
 }
 static void *help(void *unused) {
@@ -221,8 +226,8 @@ void gm_gate_after_fork(void) {
 }
 
 /* -- launches ------------------------------------------------------------------------------------------------------------------ */
-/* The page says that this launch needs no turn. If the arbiter was killed, that is outdated, and the share is the limit. To notice that, the
- * clock is read once in 64 launches. */
+/* Call it if the page says that launches need no turn. If the arbiter was killed, the page is outdated, and the share is the limit. To
+ * notice the arbiter's end, the clock is read once in 64 launches. */
 static bool needs_no_turn(const struct gm_process *p, struct gm_gate *g) {
     if (atomic_load_explicit(&g->no_arbiter, memory_order_relaxed)) {
         if (alone(p, gm_now())) return false;
@@ -295,7 +300,7 @@ struct gm_pass gm_enter(CUstream handle, bool per_thread) {
     }
     if (atomic_load_explicit(&helper, memory_order_relaxed) != 1 && !start_helper()) return none;
     pass = (struct gm_pass){g, stream, 0};
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &pass.cancel); /* a driver that waits for room in its queue may be cancelled */
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &pass.cancel); /* a driver's call that waits for its queue can be cancelled */
     if (passes_at_once(p, g)) return pass;
     if (!try_pass(p, g, gm_now())) wait_for_turn(p, g);
     atomic_store_explicit(&g->last_ns, gm_now(), memory_order_relaxed);
@@ -309,7 +314,7 @@ void gm_leave(struct gm_pass pass) {
     uint32_t unmarked = atomic_load_explicit(&pass.stream->unmarked, memory_order_relaxed) + 1;
     atomic_store_explicit(&pass.stream->unmarked, unmarked, memory_order_relaxed);
     bool per_thread = atomic_load_explicit(&pass.stream->thread, memory_order_relaxed) != 0;
-    /* Before `passes` shrinks: the helper can't mark a per-thread stream, so it waits until this thread has done it. */
+    /* A per-thread stream is marked before `passes` shrinks: the helper can't mark it, so the helper must wait until this thread has. */
     if (per_thread) gm_stream_mark(pass.stream);
     atomic_fetch_sub_explicit(&g->passes, 1, memory_order_release);
     if (!per_thread && unmarked >= atomic_load_explicit(&pass.stream->spacing, memory_order_relaxed)) gm_stream_mark(pass.stream);

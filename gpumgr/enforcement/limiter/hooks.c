@@ -1,4 +1,5 @@
-/* Decides which look-ups of functions get a wrapper: by dlsym (dlsym.S), by cuGetProcAddress, or by linking (the symbols themselves). */
+/* Decides which look-ups of functions get a hook. A program looks functions up by dlsym (dlsym.S), by cuGetProcAddress, or by linking (the
+ * symbols themselves). */
 #define _GNU_SOURCE
 #include "library.h"
 #include "old_glibc.h"
@@ -43,8 +44,8 @@ EARLY static dlsym_t real_dlsym(void) {
     return found;
 }
 
-/* The handle of a library that the program has loaded; NULL before. It is never closed: the library must not be unloaded while we have
- * addresses of its functions. */
+/* The handle of libcuda or libnvidia-ml; NULL until the program has loaded it. The handle is never closed: the driver's library must not be
+ * unloaded while the hooks have addresses of its functions. */
 static void *driver(bool nvml) {
     static _Atomic(void *) handles[2];
     void *handle = atomic_load(&handles[nvml]);
@@ -70,7 +71,7 @@ void *gm_real(enum gm_hook hook) {
     }
     return real == (void *)not_found ? NULL : real;
 }
-/* Where a stub that could not jump at once jumps to; waits while the container is suspended. */
+/* The target of a stub that could not jump at once. Waits while the container is suspended. */
 __attribute__((visibility("hidden"))) void *gm_hook_target(int hook);
 void *gm_hook_target(int hook) {
     gm_await_resume();
@@ -100,8 +101,8 @@ static void *pick(dlsym_t real, void *handle, const char *name, void *caller) {
     }
     return NULL;
 }
-/* What dlsym returns: a stub, or for the driver's own libraries the driver's function. NULL: the C library decides. NOTHING: NULL, since
- * there is no driver, or it lacks the function. */
+/* What dlsym returns: a stub, or for the driver's own libraries the driver's function. NULL: the C library decides. NOTHING: dlsym returns
+ * NULL, since there is no driver, or the driver lacks the function. */
 EARLY void *gm_dlsym_pick(void *handle, const char *name, void *caller) {
     dlsym_t real = real_dlsym();
     bool drivers = name && ((name[0] == 'c' && name[1] == 'u') || (name[0] == 'n' && name[1] == 'v'));
@@ -117,7 +118,8 @@ static void *wrapper_of(const char *name, void *found, int version, unsigned lon
                       (hooks[i].variant == hooks[best].variant && hooks[i].version > hooks[best].version);
         if (better && (hooks[i].variant == GM_ANY || per_thread == GM_PTSZ)) best = i;
     }
-    /* If the driver returns the addresses that dlsym finds, one that no hook has is an unknown version; else the table of hooks decides. */
+    /* Some drivers return the same addresses as dlsym. There an address that no hook has is an unknown version of the function. With other
+     * drivers the table of hooks decides. */
     static atomic_int answers_symbols; /* 0: not known, 1: yes, 2: no */
     if (best >= 0 && !atomic_load(&answers_symbols)) {
         void *probe = NULL;

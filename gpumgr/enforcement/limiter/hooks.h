@@ -1,6 +1,7 @@
 /* Every hooked function: HOOK(symbol, base name, first CUDA version, variant); see library.h. The lines below have one entry for a function
- * and its further symbols: behind the name are the CUDA versions of the first symbol and of _v2; PTSZ and PTDS add the variant for per-thread
- * default streams, which CUDA 7 introduced. A newer function has it from its own version on, but before that the driver finds neither. */
+ * and its further symbols: behind the name are the CUDA versions of the first symbol and of _v2; PTSZ and PTDS add the variant for
+ * per-thread default streams, which CUDA 7 introduced. A newer function has this variant from its own version on, although its entry says
+ * 7000: before its own version the driver finds neither variant. */
 #ifndef PASS
 #define PASS HOOK
 #endif
@@ -10,7 +11,7 @@
 #define HOOK_PTSZ(name, version) HOOK1(name, version) HOOK(name##_ptsz, #name, 7000, GM_PTSZ)
 #define HOOK2_BOTH_PTSZ(name, version, second)                                                                                     \
     HOOK2(name, version, second) HOOK(name##_ptsz, #name, version, GM_PTSZ) HOOK(name##_v2_ptsz, #name, second, GM_PTSZ)
-/* The first version has addresses of 32 bits and no wrapper. */
+/* The function's first version has addresses of 32 bits and no wrapper. */
 #define HOOK2_PTDS(name) PASS(name, #name, 2000, GM_ANY) HOOK(name##_v2, #name, 3020, GM_ANY) HOOK(name##_v2_ptds, #name, 7000, GM_PTSZ)
 #define HOOK2_PTSZ(name) PASS(name, #name, 2000, GM_ANY) HOOK(name##_v2, #name, 3020, GM_ANY) HOOK(name##_v2_ptsz, #name, 7000, GM_PTSZ)
 HOOK2(cuGetProcAddress, 11030, 12000)

@@ -1,4 +1,4 @@
-/* Wrappers of launches, copies and memsets inside device memory, captures, and of what ends streams and contexts. */
+/* Wrappers of launches, of copies and memsets inside device memory, of captures, and of functions that end streams and contexts. */
 #include "memory.h"
 
 typedef unsigned int uint;
@@ -65,7 +65,7 @@ GM_WRAPPER(cuLaunchGrid, (CUfunction f, int x, int y)) { GATED(NULL, false, CALL
 GM_WRAPPER(cuLaunchGridAsync, (CUfunction f, int x, int y, CUstream s)) { GATED(s, false, CALL(cuLaunchGridAsync, f, x, y, s)); }
 
 /* -- copies and memsets inside device memory ------------------------------------------------------------------------------------- */
-/* Is it an address of device memory, or managed? */
+/* Whether this is an address of device memory or managed memory. */
 static bool on_device(CUdeviceptr at) {
     uint type = 0; /* 2, 2: CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_DEVICE */
     return ASK(cuPointerGetAttribute, (uint *, int, CUdeviceptr), &type, 2, at) == CUDA_SUCCESS && type == 2;
@@ -107,8 +107,8 @@ static size_t copy3_bytes(const struct copy3 *c) { return c ? c->width * c->heig
     MOVES(symbol, per_thread, (const struct type *c), type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), NULL, c)
 #define SHAPE_ASYNC(symbol, per_thread, type)                                                                                      \
     MOVES(symbol, per_thread, (const struct type *c, CUstream stream), type##_bytes(c), INSIDE(c->from) && INSIDE(c->to), stream, c, stream)
-/* How many bytes a batch copies inside device memory; counted only until it needs a turn. The driver is asked for each address, since one
- * batch may have copies of every direction. */
+/* How many bytes a batch copies inside device memory. Stops counting when the batch needs a turn. The driver is asked for each address,
+ * since one batch may have copies of every direction. */
 static uint64_t batch_bytes(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes, size_t n) {
     uint64_t all = 0, inside = 0;
     for (size_t i = 0; to && from && sizes && i < n; i++) all += sizes[i];
@@ -259,7 +259,7 @@ CONTEXT_ENDS(cuCtxDestroy_v2, CUcontext, gm_streams_forget_context, gm_memory_co
 CONTEXT_ENDS(cuDevicePrimaryCtxReset, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 CONTEXT_ENDS(cuDevicePrimaryCtxReset_v2, CUdevice, gm_streams_forget_device, gm_memory_primary_changed)
 
-/* A primary context is known to have ended only after the last release. Its streams are forgotten then; the device may have others. */
+/* The last release ends a primary context. Its streams are forgotten then, but not the streams of the device's other contexts. */
 static void forget_primary(CUdevice d, int change) {
     CUcontext primary = gm_primary_context(d);
     if (gm_primary_references(d, change) <= 0 && primary) gm_streams_forget_context(primary);

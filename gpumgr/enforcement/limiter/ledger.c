@@ -1,11 +1,11 @@
-/* The count of the container's device memory: what its processes reserved, in the use page.
+/* The count, in the use page, of the device memory that the container's processes have reserved.
  *
  * A request is reserved before the driver is asked, so two processes can't both get the last bytes. Any process may end between any
  * two instructions; the order of writes makes the count right afterwards:
  *   reserve: the slot's `pending` grows, `reserved_bytes` grows by compare-and-swap, the slot's `bytes` grow, `pending` shrinks
  *   release: `reserved_bytes` shrinks, then the slot's `bytes` shrink
  * So the sum of bytes and pending bytes of all slots is never less than what is in use, and gm_ledger_settle may lower `reserved_bytes` to
- * that sum once the slots of dead processes are empty. It does nothing if a change was counted while it read the slots. */
+ * that sum once the slots of dead processes are empty. gm_ledger_settle does nothing if a change was counted while it read the slots. */
 #include "memory.h"
 
 #define PENDING reserved[0] /* of gm_use_slot_gpu */

@@ -1,8 +1,8 @@
-/* libgpumgr.so: what its parts offer each other.
+/* libgpumgr.so, which each process of a limited container preloads: what its source files offer each other.
  *
- * dlsym.S, hooks.c  the table of hooked functions; which look-ups get a wrapper
+ * dlsym.S, hooks.c  the table of hooked functions; which look-ups of functions get a hook
  * stubs.S           the hooked functions themselves
- * process.c         the pages, this process's slot, its devices; fork
+ * process.c         the pages, this process's slot, its devices; suspension; fork
  * gate.c            the turn: waits for it, gives it back; the helper thread
  * streams.c         streams and markers (events): which work has not ended
  * launch.c          wrappers of launches, copies, memsets, captures and destructions
@@ -32,9 +32,9 @@ enum {
  *     HOOK(symbol, "base name", first CUDA version, GM_ANY | GM_PTSZ)
  * for example HOOK(cuMemAlloc_v2, "cuMemAlloc", 3020, GM_ANY). Base name and version are the key of cuGetProcAddress; GM_PTSZ
  * marks the variant for per-thread default streams (its symbol ends with _ptsz or _ptds). NVML's functions have a version of 0:
- * they are found by dlsym and by linking only. PASS, in the same form, is a function of the driver without a wrapper.
+ * they are found by dlsym and by linking only. PASS, in the same form, is an entry for a function without a wrapper.
  * The symbol itself is a stub (stubs.S): it waits while the container is suspended, then jumps to the wrapper or the driver.
- * The wrapper calls the driver with CALL(symbol, arguments...), which returns `not found` if the driver lacks the function. */
+ * The wrapper calls the driver with CALL(symbol, arguments...), which returns GM_NOT_FOUND if the driver lacks the function. */
 #define GM_WRAPPER(symbol, parameters) CUresult symbol parameters __asm__("gm_w_" #symbol); CUresult symbol parameters
 enum { GM_ANY, GM_PTSZ };
 #define HOOK(symbol, base, version, variant) GM_HOOK_##symbol,
@@ -47,7 +47,7 @@ enum gm_hook {
 void *gm_real(enum gm_hook hook);
 /* A function of libcuda or libnvidia-ml that is not hooked, or NULL; the answer is not cached. */
 void *gm_driver_function(const char *symbol);
-/* Calls such a function with parameters of these types; `not found` if the driver lacks it. */
+/* Calls such a function with parameters of these types; GM_NOT_FOUND if the driver lacks it. */
 #define ASK(symbol, types, ...)                                                                                                    \
     ({                                                                                                                             \
         static CUresult(*_Atomic known_) types;                                                                                    \
@@ -81,8 +81,7 @@ CUdevice gm_current_device(void);
 int gm_current_gpu(void);
 /* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
 void gm_disable(const char *why, const char *remedy);
-/* Frees the slots of processes of this PID namespace that have died; returns how many. ledger.c calls it before it refuses a reservation,
- * then tries once more. */
+/* Frees the slots of processes of this PID namespace that have died; returns how many. */
 int gm_reap_slots(void);
 /* The slots below this index may be in use. */
 int gm_slots(void);
@@ -93,7 +92,7 @@ void gm_nap(uint64_t ns);
 void gm_await_resume(void);
 bool gm_suspended(void);
 
-/* Between these two, this thread may make calls of the driver that a stream capture in another thread would forbid. */
+/* Between gm_relax and gm_unrelax, this thread may make calls of the driver that a stream capture in another thread would forbid. */
 int gm_relax(void);
 void gm_unrelax(int previous);
 
@@ -101,11 +100,11 @@ void gm_unrelax(int previous);
 struct gm_pass {
     struct gm_gate *gate; /* NULL: the launch needs no turn */
     struct gm_stream *stream;
-    int cancel; /* the thread's state of cancellation before */
+    int cancel; /* the thread's cancellation state before gm_enter */
 };
-/* Whether any launch may pass at once: the container has one GPU, and does not share it. True also counts the launch. */
+/* Whether any launch may pass at once: the container has one GPU, and does not share it. If so, the launch is also counted. */
 bool gm_needs_no_turn(void);
-/* Waits until a launch into this stream may pass; per_thread: NULL means the per-thread default stream. */
+/* Waits until a launch into this stream may pass. per_thread: the stream NULL is the per-thread default stream. */
 struct gm_pass gm_enter(CUstream stream, bool per_thread);
 /* After the driver's call. */
 void gm_leave(struct gm_pass pass);
@@ -117,7 +116,7 @@ struct gm_point {
 struct gm_point gm_point_in(CUstream stream, bool per_thread);
 /* Whether the work before the point, or its context, has ended. */
 bool gm_passed(struct gm_point point);
-/* Whether the stream is being captured, or the driver would refuse it. */
+/* Whether the stream is being captured, or the driver would refuse the stream. */
 bool gm_stream_captures(CUstream stream, bool per_thread);
 void gm_capture_begins(CUstream stream, bool per_thread);
 void gm_capture_ended(void);

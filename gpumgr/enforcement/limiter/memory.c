@@ -1,5 +1,5 @@
-/* Wrappers of allocations: each reserves first, calls the driver, and gives the reservation back if the driver refuses. If the limit
- * refuses a call, the result is always CUDA_ERROR_OUT_OF_MEMORY. The driver's other results are returned unchanged. Calls with a NULL output,
+/* Wrappers of allocations: each reserves first, calls the driver, and gives the reservation back if the driver refuses. A call beyond the
+ * limit always returns CUDA_ERROR_OUT_OF_MEMORY. The driver's other results are returned unchanged. Calls with a NULL output,
  * for a device without a limit, or for memory that is not on a device, are passed to the driver. */
 #include "memory.h"
 #include <stdlib.h>
@@ -34,7 +34,7 @@ static CUresult refuse(int gpu) {
     gm_refused(gpu);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
-/* Reserves; if that is refused, pools give back what they don't use, and it is tried again. */
+/* Reserves. If this fails, makes pools give back what they don't use, and tries again. */
 static bool reserve(int gpu, enum gm_kind kind, uint64_t bytes) {
     if (gm_reserve(gpu, kind, bytes)) return true;
     if (bytes > gm_memory_limit(gpu)) return false;
@@ -118,8 +118,9 @@ GM_WRAPPER(cuMemAllocPitch_v2, (CUdeviceptr *at, size_t *pitch, size_t width, si
 GM_WRAPPER(cuMemFree, (uint at)) { FREE(at, CALL(cuMemFree, at)); }
 GM_WRAPPER(cuMemFree_v2, (CUdeviceptr at)) { FREE(at, CALL(cuMemFree_v2, at)); }
 
-/* The driver frees memory that is from no pool when the stream gets to cuMemFreeAsync; it stays charged until then. */
-static atomic_int most_frees; /* with more, they are looked at even if no memory is asked for; that reads all records */
+/* cuMemFreeAsync of memory from no pool: the driver frees the memory when the stream gets to the call. It stays charged until then. */
+/* With more pending frees than this, gm_frees_settle runs at the next free. It reads all records, so the bound grows with them. */
+static atomic_int most_frees;
 void gm_frees_settle(void) {
     int n = atomic_load(&gm_records_freed);
     struct gm_record *list = n ? malloc((size_t)n * sizeof *list) : NULL, gone, block;
@@ -252,7 +253,7 @@ struct array_map { int type; void *array; int part_type; uint64_t part[4]; int o
 static CUresult arrays_mapped(CUresult r, const struct array_map *list, uint n) {
     for (const struct array_map *m = list; r == CUDA_SUCCESS && m < list + n; m++) {
         uint64_t key = (uint64_t)m->array;
-        for (int i = 0; i < 4; i++) key = mixed(key, m->part[i]); /* of the part, as an address is of a range */
+        for (int i = 0; i < 4; i++) key = mixed(key, m->part[i]); /* identifies the part, as an address identifies a range */
         gm_record_unmap(key, 1);
         if (m->operation == 1) gm_record_map(key, 1, m->handle, m->array);
     }
@@ -298,8 +299,8 @@ void gm_memory_settle(bool trim) {
     }
     gm_frees_settle();
 }
-/* The index of the pool's GPU; -1: the GPU is not limited, or the pool is another process's. A device's own pool is recorded at its first
- * use. */
+/* The index of the pool's GPU; -1: the GPU is not limited, or another process made the pool. A device's default pool is recorded at its
+ * first use. */
 static int pool_gpu(pool_t pool) {
     struct gm_record known;
     int gpu = -1, count = 0;
@@ -313,13 +314,13 @@ static int pool_gpu(pool_t pool) {
     }
     return gpu;
 }
-/* Records a pointer from a pool that the program can destroy. A device's own pool can't be destroyed; its record has a reference. */
+/* Records a pointer from a pool that the program can destroy. A device's default pool can't be destroyed; its record has a reference. */
 static void remember(pool_t pool, uint64_t at, uint64_t size) {
     struct gm_record from;
     if (gm_record_change(GM_POOL_OF, (uint64_t)pool, copy, &from) && !from.references)
         gm_record_add((struct gm_record){.key = at, .size = size, .pool = from.key, .type = GM_POINTER, .kind = GM_POOL, .gpu = from.gpu});
 }
-static uint64_t graph_devices; /* by bit: this process has put allocations of the device into graphs */
+static uint64_t graph_devices; /* bit n: this process has put allocations of device n into graphs */
 static void into_graph(CUdevice d) {
     if (d >= 0 && d < 64) __atomic_fetch_or(&graph_devices, 1ull << d, __ATOMIC_RELAXED);
 }
@@ -339,9 +340,9 @@ static pool_t pool_of(CUstream stream) {
     pool_t pool = NULL;
     return d >= 0 && ASK(cuDeviceGetMemPool, (pool_t *, CUdevice), &pool, d) == CUDA_SUCCESS ? pool : NULL;
 }
-/* Reserves the request in steps of the pool's growth, and afterwards charges the pool's real growth instead. Whether the pool has unused
- * memory for the request is not known before. So if less than a step is left, the request is refused although up to a step of the pool may
- * be unused. */
+/* Reserves the request, rounded up to steps of the pool's growth; after the driver's call, charges the pool's real growth instead. Whether
+ * the pool has unused memory for the request is not known before the call. So if less than a step is left, the request is refused although
+ * up to a step of the pool may be unused. */
 #define FROM_POOL(out, size, pool, stream, per_thread, call)                                                                       \
     do {                                                                                                                           \
         pool_t from = (out) && gm_process() && !capturing(stream, per_thread) ? (pool) : NULL;                                     \
@@ -493,7 +494,7 @@ GM_WRAPPER(cuDevicePrimaryCtxRetain, (CUcontext *c, CUdevice d)) {
     if (r == CUDA_SUCCESS && gm_primary_references(d, 1)) __atomic_store_n(&retained[d], *c, __ATOMIC_RELEASE);
     if (charged) return r;
     CUcontext none = NULL;
-    /* If several threads retain it at the same time, only one keeps its charge. */
+    /* If several threads retain the context at the same time, only one keeps its charge. */
     if (r == CUDA_SUCCESS && __atomic_compare_exchange_n(&primaries[d], &none, *c, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         gm_record_add((struct gm_record){
             .key = (uint64_t)*c, .bytes = bytes, .type = GM_OWN_CONTEXT, .kind = GM_CONTEXT, .gpu = gpu, .owner = *c});

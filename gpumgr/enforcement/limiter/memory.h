@@ -7,26 +7,26 @@
 /* -- the ledger; `gpu` is an index into the pages, -1 where the device is not limited ---------------------------------------- */
 uint64_t gm_memory_limit(int gpu); /* 0: not limited */
 uint64_t gm_memory_used(int gpu);  /* by the container, with what the driver uses beyond the count */
-/* Reserves for this process; false: it does not fit. True without a limit. */
+/* Reserves for this process; false: the request exceeds the limit. Memory without a limit is counted, too. */
 bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes);
 void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* counts what the driver already took, even beyond the limit */
 void gm_release(int gpu, enum gm_kind kind, uint64_t bytes);
-void gm_refused(int gpu); /* counts an answer of out of memory */
+void gm_refused(int gpu); /* counts a request that the library has refused */
 /* Lowers the sum to what the slots hold, after slots of dead processes were emptied. */
 void gm_ledger_settle(int gpu);
 
 /* -- records: what a pointer or a handle of this process holds ---------------------------------------------------------------- */
 enum gm_record_type { GM_POINTER, GM_FREED, GM_BLOCK, GM_HANDLE, GM_MAPPING, GM_POOL_OF, GM_OWN_CONTEXT };
 struct gm_record {
-    uint64_t key, size; /* size: of a mapping's range, of a pointer from a pool */
-    uint64_t bytes;     /* how much it is charged */
+    uint64_t key, size; /* size: of a mapping's range, of a pointer from a pool; of a pool: how often its charge was changed */
+    uint64_t bytes;     /* how much is charged for it */
     uint64_t block;     /* of a pointer: the key of the block that is charged instead; 0: none */
     uint64_t pool;      /* of a pointer: the pool that is charged instead, as long as it exists; 0: none */
     enum gm_record_type type;
     enum gm_kind kind;
     int gpu, references, mappings;
     void *owner;           /* the context or the sparse array with which it ends; NULL: none */
-    struct gm_point after; /* of what the program has freed: the driver frees it there */
+    struct gm_point after; /* of memory that the program has freed in a stream: the driver frees it at this point */
     struct gm_record *of;  /* the handle behind a mapping */
     struct gm_record *next;
 };
@@ -48,7 +48,7 @@ void gm_record_unmap(uint64_t at, uint64_t size);
 /* Drops a reference to a handle or a block. True: it was the last and nothing is mapped, so the record was moved to `out`, and the caller
  * releases its charge. */
 bool gm_record_unreference(enum gm_record_type type, uint64_t key, struct gm_record *out);
-/* How many records there are, and how many of what the driver has yet to free. */
+/* How many records there are, and how many of them are about memory that the driver has yet to free. */
 extern atomic_int gm_records, gm_records_freed;
 /* The first `most` records of a type. */
 int gm_records_list(enum gm_record_type type, struct gm_record *out, int most);
@@ -63,8 +63,8 @@ void gm_memory_primary_changed(CUdevice device);
 int gm_primary_references(CUdevice device, int change);
 /* The device's primary context, as the program last retained it; NULL: it has not. */
 CUcontext gm_primary_context(CUdevice device);
-/* Credits what the driver has freed since the program's cuMemFreeAsync. */
+/* Releases the charges of memory that the driver has freed since the program's cuMemFreeAsync. */
 void gm_frees_settle(void);
-/* Brings the charges of pools, and of what the driver frees later, up to date; `trim`: first makes pools give back what they don't use. */
+/* Updates the charges of pools, and of memory that the driver frees later. `trim`: first makes pools give back what they don't use. */
 void gm_memory_settle(bool trim);
 #endif

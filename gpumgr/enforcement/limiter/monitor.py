@@ -31,13 +31,13 @@ _CHECKS_ENDED: Final = 2
 #: If a container overruns its turns in this many checks in a row, its work is reported.
 _CHECKS_OVERRUN: Final = 2
 _NANOSECONDS: Final = 1_000_000_000
-#: Ten seconds of checks, and the check before.
+#: With the default sample period: ten seconds of checks, and the check before.
 _RECENT_CHECKS: Final = 11
-#: How many recent differences to the driver's figure are compared while a container's count of memory changes.
+#: How many recent differences between the driver's figure and the library's count are compared while the count changes.
 _DIFFERENCES: Final = 5
-#: A container that was not checked for this long does not run.
+#: A container that was not checked for this long may have ended, so no ratios are reported for it.
 _STALE_SECONDS: Final = 5.0
-#: A container can claim faults in any number of processes.
+#: The most faults that are reported: a container can claim faults in any number of processes.
 _MOST_FAULTS: Final = 8
 #: Monotonic, in seconds.
 Clock = Callable[[], float]
@@ -183,8 +183,9 @@ class PageMonitor(Monitor):
     def _uncounted(self, page: int, count: CountedOnGpu, driver_bytes: int | None, former_bytes: int) -> int:
         """The bytes that the driver uses for the container beyond the library's count.
 
-        The driver's figure was taken between the last count and this one, so its differences to both are computed. The result falls at once
-        to the larger difference. It rises only to the minimum of recent smaller differences, since freed memory must not count as used.
+        The driver's figure was taken between the last count and this one, so the differences to both counts are computed. The result falls
+        at once to the larger difference. It rises only to the minimum of the recent smaller differences, since freed memory must not count
+        as used.
         """
         before, self._counted[page] = self._counted[page], count
         if driver_bytes is None or before is None:
@@ -260,7 +261,7 @@ class PageMonitor(Monitor):
         for slot in slots:
             on_gpu = slot.gpus[page]
             key = slot.index, slot.pid, page
-            # A former agent counted the launches before the first check of this one.
+            # An earlier agent has counted the launches before this agent's first check.
             launches = self._seen.get(key, 0 if new or self._recent[page] else on_gpu.launches)
             self._launches[page] += max(0, on_gpu.launches - launches)
             self._seen[key] = on_gpu.launches

@@ -60,7 +60,7 @@ class PageFiles:
             file.close()
 
     def mend(self) -> Iterator[str]:
-        """Restores size and head of `limits` and `use`, and yields what was wrong. The arbiter restores `turn`."""
+        """Restores size and head of the pages `limits` and `use`, and yields what was wrong. The arbiter restores `turn`."""
         for page, file in (("limits", self.limits), ("use", self.use)):
             if less := file.extend():
                 yield f"{less} bytes of the page {page!r} were cut off"
@@ -72,6 +72,7 @@ class PageFiles:
                 yield f"the head of the page {page!r} was changed"
 
     def put_limits(self, wanted: Sequence[PageLimits]) -> list[str]:
+        """Writes the fields that differ from these limits, and returns their names."""
         words = pages.limits_words(self.limits.read_at(0, self.limits.size_bytes), wanted)
         for _, offset, data in words:
             self.limits.write(offset, data)
@@ -79,6 +80,7 @@ class PageFiles:
         return [name for name, _, _ in words]
 
     def in_turns(self) -> Sequence[bool]:
+        """For each GPU, whether launches need a turn."""
         return pages.decode_in_turns(self.limits.read_at(0, self.limits.size_bytes), len(self.written))
 
     def counts(self) -> Sequence[CountedOnGpu]:
@@ -108,7 +110,8 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot (record) of an ended process. The library subtracts its memory when a reservation would otherwise fail."""
+        """Frees the slot (record) of an ended process. The library subtracts the process's memory when a reservation would otherwise
+        fail."""
         at = pages.slot_offset(slot.index)
         now = pages.decode_slots(self.use.read_at(at, pages.slot_offset(1) - pages.slot_offset(0)), 0)
         if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # the slot was taken anew

@@ -1,7 +1,7 @@
 """A container's pages (files that it shares with the agent) as values, in the layout of pages.h. Pure.
 
-Agent and arbiter write `limits`. The container can write any bytes into `use` (a slot for each process) and `turn` (by which the arbiter
-gives turns to run kernels), so limits are never read from there.
+Agent and arbiter write `limits`. `use` has a slot (record) for each process, and by `turn` the arbiter gives turns to run kernels. The
+container can write any bytes into these two pages, so limits are never read from them.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-#: Part of the files' names, so that a container that restarts after an update of the agent gets pages of its library's version.
+#: Part of the files' names: a container that restarts after an update of the agent gets pages of the version that its library knows.
 VERSION: Final = 1
 MAGIC: Final = 0x4D475047
 GPUS: Final = 16
@@ -255,7 +255,8 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        stack = slot.gpu[0].stack if slot.state else 0  # without a state, `pid` is emptying the slot of another process
+        # Without a state, the process `pid` is emptying the slot of another process.
+        stack = slot.gpu[0].stack if slot.state else 0
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=stack, fault=fault, gpus=on_gpus))
     return tuple(slots)
 

@@ -1,5 +1,5 @@
-/* The pages, this process's slot, its devices; fork. Without _GNU_SOURCE: with it, glibc 2.38 and newer replaces strtoull and sscanf by
- * functions that older ones lack. */
+/* The pages, this process's slot, its devices; suspension; fork. Without _GNU_SOURCE: with it, glibc 2.38 and newer replaces strtoull and
+ * sscanf by functions that older ones lack. */
 #include "library.h"
 #include "old_glibc.h"
 #include <errno.h>
@@ -91,7 +91,7 @@ static uint64_t pid_namespace(void) {
     return number ? strtoull(number + 1, NULL, 10) : 0;
 }
 
-/* What the slot held stays in reserved_bytes until gm_ledger_settle. */
+/* Empties a slot. Its bytes stay in reserved_bytes until gm_ledger_settle. */
 static void empty_slot(int index) {
     struct gm_use_slot *s = &process.use->slot[index];
     for (int g = 0; g < GM_GPUS; g++) __atomic_store_n(&process.turn->gpu[g].word[index], 0, __ATOMIC_SEQ_CST);
@@ -118,8 +118,8 @@ static struct stat_fields stat_of(const char *who) {
     sscanf(text, "%u", &f.pid);
     return f;
 }
-/* A zombie has ended, unless it is the first thread of a process in which others still run. `stack`: a process with another one has executed
- * another program, which ended its contexts. */
+/* A zombie has ended, unless it is the first thread of a process in which other threads still run. `stack`: where the first stack of the
+ * slot's process began; 0: not known. A process with another stack has executed another program, which ended its contexts. */
 static bool has_ended(uint32_t pid, uint64_t stack) {
     char who[16];
     if (kill((pid_t)pid, 0) && errno == ESRCH) return true;
@@ -134,13 +134,13 @@ int gm_reap_slots(void) {
     int freed = 0;
     for (int i = 0; own && i < gm_slots(); i++) {
         struct gm_use_slot *s = &p->use->slot[i];
-        uint64_t *head = (uint64_t *)s, seen = __atomic_load_n(head, __ATOMIC_ACQUIRE), stack = s->gpu->stack; /* the pid, and above it the state */
+        uint64_t *head = (uint64_t *)s, seen = __atomic_load_n(head, __ATOMIC_ACQUIRE), stack = s->gpu->stack; /* low half: pid; high half: state */
         uint32_t pid = (uint32_t)seen, state = (uint32_t)(seen >> 32);
-        /* Without a state another process empties the slot, and the stack is that of the process before. */
+        /* Without a state, the process `pid` empties the slot, and the stack is that of the process before. */
         if (!pid || s->pid_namespace != own || !has_ended(pid, state ? stack : 0)) continue;
-        /* With our pid the slot is ours until it is empty. If we are killed before, it is a dead process's slot again. */
+        /* The slot has this process's pid until it is empty. If this process is killed before, the slot is a dead process's again. */
         if (!__atomic_compare_exchange_n(head, &seen, p->pid, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) continue;
-        bool same = s->gpu->stack == stack; /* else its process has freed it, and taken it again */
+        bool same = s->gpu->stack == stack; /* else the process has freed the slot in between, and taken it again */
         if (same) empty_slot(i);
         __atomic_store_n(head, same ? 0 : seen, __ATOMIC_RELEASE);
         freed += same;
@@ -148,8 +148,9 @@ int gm_reap_slots(void) {
     return freed;
 }
 
-/* A slot that already has this pid is from before an exec, or a dead process had the pid. It is freed; or taken again, if that is not sure.
- * The next slots come first: the agent may be emptying this one, which takes it some microseconds. */
+/* If a slot already has this process's pid, it is from before an exec, or a dead process had the same pid. If the stacks differ, the slot
+ * is freed, and the search for a free slot begins behind it, because the agent may be emptying it for some microseconds. Otherwise the slot
+ * is taken again. */
 static void claim_slot(void) {
     struct stat_fields self = stat_of("self");
     uint64_t own = pid_namespace(), stack = self.pid == process.pid ? self.stack : 0;

@@ -1,5 +1,5 @@
 /* Wrappers of the queries of CUDA and NVML that report memory: they show the container's limit and its use. Programs measure their own use
- * by the free memory, so it depends on nothing else: a release by another container never raises it. */
+ * by the free memory. So the free memory depends on this container only: a release by another container does not raise it. */
 #include "memory.h"
 #include <stdio.h>
 #include <string.h>
@@ -9,12 +9,12 @@ typedef unsigned long long ull;
 typedef void *nvmlDevice;
 enum { NVML_SUCCESS = 0, NVML_INVALID_ARGUMENT = 2, NVML_INSUFFICIENT_SIZE = 7 };
 
-/* What a program sees of a GPU of `total` bytes; false: it is not limited. */
+/* The total and used bytes that a program sees of a GPU of `total` bytes; false: its memory is not limited. */
 static bool share(int gpu, uint64_t *total, uint64_t *used) {
     uint64_t limit = gm_memory_limit(gpu);
     if (!limit) return false;
     if (!gm_suspended()) gm_memory_settle(false), gm_graph_memory(); /* calls of CUDA would block in a suspended container */
-    gm_ledger_settle(gpu); /* drops what dead processes held, once the agent or a reservation has freed their slots */
+    gm_ledger_settle(gpu); /* drops the bytes of dead processes, once the agent or a reservation has freed their slots */
     *used = gm_memory_used(gpu);
     if (limit < *total) *total = limit;
     if (*used > *total) *used = *total;

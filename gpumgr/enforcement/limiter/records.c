@@ -98,7 +98,7 @@ static struct gm_record *unheld(struct gm_record *handle) {
         }
     return NULL;
 }
-/* The handle behind the mapping, if the mapping was the last to hold it; as unheld. */
+/* The handle behind the mapping, if nothing else holds it any longer. Like unheld. */
 static struct gm_record *unmapped(struct gm_record *mapping) {
     mapping->of->mappings--;
     return unheld(mapping->of);
@@ -179,7 +179,7 @@ void gm_record_unmap(uint64_t at, uint64_t size) {
             gone = unmapped(mapping);
         }
         pthread_mutex_unlock(&lock);
-        if (!mapping) break; /* an imported handle */
+        if (!mapping) break; /* the range was mapped to a handle without a record: an imported one */
         at += mapping->size;
         free(mapping);
         credit(gone);

@@ -1,8 +1,8 @@
 /* Streams and markers: which work of this process on the GPUs has not ended. A marker is an event that the library records in the program's
  * own stream.
  *
- * The flag `held` of a stream protects its markers. A thread that launches does not wait for the flag, except for its per-thread stream. The
- * helper tries again later. A thread that destroys the stream, begins a capture, or marks its per-thread stream waits at most 100 ms. */
+ * The flag `held` of a stream protects its markers. The helper does not wait for the flag, but tries again later. A launch waits only if
+ * its stream is a per-thread one or has many launches without a marker. No thread waits for the flag for more than 100 ms. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "old_glibc.h"
@@ -72,8 +72,8 @@ static bool hold_soon(struct gm_stream *s) {
 }
 
 /* -- markers; each with the stream held ----------------------------------------------------------------------------------------- */
-/* Call it when a marker has ended. Sets how many launches a marker covers (about a millisecond of work), and how many markers may be ahead.
- * Markers with a pause between them are not measured. */
+/* Call it when the work before a marker has ended. Sets how many launches a marker covers (about a millisecond of work), and how many
+ * markers may be ahead of the work. Markers with a pause between them are not measured. */
 static void adapt(struct gm_stream *s, uint32_t marker) {
     float ms = 0;
     if (marker == s->oldest || s->period[(marker - 1) % GM_RING] != s->period[marker % GM_RING]) return;
@@ -93,9 +93,9 @@ static void collect(struct gm_stream *s) {
         adapt(s, s->first);
     }
 }
-/* Records a marker. False: there is no free one; the marker before the oldest is kept, to measure the time between both. No other thread can
- * mark a per-thread stream, so its last marker moves behind each launch until it covers `spacing` launches. With `most` = GM_RING it moves if
- * none is free. */
+/* Records a marker. False: none is free. The last marker that has ended is not free: adapt measures the time from it to the next one. No
+ * other thread can mark a per-thread stream, so its last marker moves behind each launch until it covers `spacing` launches. With `most` =
+ * GM_RING the last marker of any stream moves if none is free. */
 static bool record(struct gm_stream *s, uint32_t most) {
     uint32_t open = s->next_marker - s->first, last = (s->next_marker - 1) % GM_RING;
     bool moves = open >= GM_RING - 1 ? s->thread || most == GM_RING : s->thread && open && s->covers[last] < atomic_load(&s->spacing);
@@ -131,7 +131,7 @@ bool gm_stream_captures(CUstream handle, bool per_thread) {
 void gm_stream_mark(struct gm_stream *s) {
     uint64_t until = 0;
     int mode = gm_relax(); /* another thread may begin a capture at any time */
-    /* If another thread holds it, that thread records the marker. It may have lost its CPU, so not too many launches rely on it. */
+    /* If another thread holds the stream, that thread records the marker. It may have lost its CPU, so only some launches rely on it. */
     while (s->thread || atomic_load(&s->unmarked) > 4 * atomic_load(&s->spacing) ? hold_soon(s) : hold(s)) {
         bool late = until && gm_now() > until, done = atomic_load(&s->state) != GM_LIVE || record(s, s->depth);
         if (!done) collect(s), done = record(s, late ? GM_RING - 1 : s->depth);
@@ -161,7 +161,8 @@ bool gm_streams_ended(struct gm_gate *gate) {
     return ended;
 }
 
-/* While launches wait for markers, one more would delay them: then theirs, or gm_passed, sets the end of the point. */
+/* While launches wait for free markers, one more marker would delay them. Then none is recorded here, and the point ends at the next
+ * marker, of a launch or of gm_passed. */
 struct gm_point gm_point_in(CUstream handle, bool per_thread) {
     struct gm_stream *s = gm_stream_captures(handle, per_thread) ? NULL : gm_stream_of(handle, per_thread);
     struct gm_point point = {NULL, 0};

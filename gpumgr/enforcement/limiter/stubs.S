@@ -1,5 +1,6 @@
-/* The hooked functions: each looks at the word that suspends the container, then jumps to its wrapper, or to the driver's function, with the
- * arguments of the caller. A stub that has to wait, or does not know the driver's function yet, asks gm_hook_target(index). */
+/* The hooked functions: each looks at the word that suspends the container, then jumps to its wrapper, or to the driver's function, with
+ * the arguments of the caller. A stub that has to wait, or does not know the driver's function yet, calls gm_hook_target(index), and jumps
+ * to the address that it returns. */
 #define GM_HOOK_BYTES 48 /* struct hook: its wrapper, then the driver's function */
     .text
     .set gm_index, 0

@@ -1,5 +1,5 @@
-/* Functions that have no wrapper and only wait while the container is suspended: their stubs (stubs.S) jump to the driver with all
- * arguments. So none may have a floating-point argument. The lines are as in hooks.h, with PASS for HOOK. */
+/* Functions that have no wrapper and only wait while the container is suspended. None may have a floating-point argument: a stub (stubs.S)
+ * that waits keeps only the integer registers before it jumps to the driver. The lines are as in hooks.h, with PASS for HOOK. */
 #define PASS1(name, version) PASS(name, #name, version, GM_ANY)
 #define PASS2(name, version, second) PASS1(name, version) PASS(name##_v2, #name, second, GM_ANY)
 #define PASS_PTSZ(name, version, per_thread) PASS1(name, version) PASS(name##_ptsz, #name, per_thread, GM_PTSZ)

@@ -48,7 +48,7 @@ class Mps(Backend):
     running_keep_limits = True
     limits: Mapping[Resource, Strength] = {"core": "soft", "memory": "soft"}
 
-    #: For one run of the control program.
+    #: The time limit of one run of the control program.
     timeout_seconds = 5.0
 
     def __init__(
@@ -110,8 +110,8 @@ class Mps(Backend):
         self._configure(chosen, control, features[chosen])
 
     def _resume(self) -> None:
-        """Configures MPS, though it is not available, if an earlier agent's daemons may run: their GPUs are in EXCLUSIVE_PROCESS mode, and
-        problems of their containers must be reported."""
+        """If an earlier agent's daemons may run, configures MPS although it is not available: the daemons' GPUs are in EXCLUSIVE_PROCESS
+        mode, and problems of their containers must be reported."""
         try:
             if DaemonRecords(self._state_dir / "mps").uuids() or any(gpu_folders(self._root)):
                 before = launcher.host_prefix(self._method)
@@ -296,8 +296,9 @@ def answer(tenant: GpuShare, kind: Resource, protocol: MpsProtocol, root: Path, 
     determines the limits.
 
     CUDA's clients and servers share memory in /dev/shm, so the containers on a GPU and its daemon get the same small tmpfs, as with
-    NVIDIA's device plugin. A pod's own volume at /dev/shm covers it, since the kubelet lists the pod's mounts last, and then its clients
-    and the server share no memory. NVIDIA's guide shows such clients for protocol 3; whether they work in protocol 2 is not known.
+    NVIDIA's device plugin. If a pod has its own volume at /dev/shm, the volume covers this tmpfs, since the kubelet lists the pod's mounts
+    last. Then the pod's clients and the server share no memory. NVIDIA's guide shows such clients for protocol 3; whether they work in
+    protocol 2 is not known.
 
     MPS ignores the annotation vcuda-core-limit: it has no limit that is lifted while other containers are idle.
     """

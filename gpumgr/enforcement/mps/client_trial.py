@@ -1,4 +1,5 @@
-"""Trials of new clients: a client that is killed during its work can block its MPS server, and then no further client gets a context."""
+"""Tests whether an MPS daemon serves new clients. A client that is killed during its work can block the server; then no further client gets
+a context."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class ClientTrial:
-    """`hang`: a sentence if new clients of the GPU's daemon hang. `client_left`: since the last trial. `tried_at`: in seconds of the
-    clock."""
+    """`hang`: a sentence if new clients of the GPU's daemon hang, else None. `client_left`: a client has left since the last trial.
+    `tried_at`: in seconds of the clock."""
 
     uuid: str
     hang: str | None = None
@@ -31,7 +32,7 @@ class ClientTrial:
     tried_at: float = float("-inf")
 
     def due(self, now: float) -> bool:
-        """After a client has left, and again while new clients hang."""
+        """Whether a trial is due: one follows after a client has left, and further ones while new clients hang."""
         pause = _PAUSE_SECONDS if self.client_left else _HANG_PAUSE_SECONDS
         return (self.client_left or self.hang is not None) and now - self.tried_at >= pause
 
@@ -40,7 +41,7 @@ class ClientTrial:
         daemon by now."""
         self.client_left, self.tried_at = False, config.clock()
         if _serve_others(config, servers() or ()):
-            self._set_hang(None)  # the hang was at a server of the agent's user
+            self._set_hang(None)  # the trial hung at a server of the agent's user, which no longer runs
             return
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}

@@ -1,7 +1,7 @@
 """Finds NVIDIA's MPS control program, and runs it with a time limit.
 
-An agent in a pod starts the daemons on the host (see launcher). It must be able to enter the host's mount namespace, and later mounts of
-the host must propagate into the pod.
+An agent in a pod starts the daemons on the host (see launcher). So the pod must be able to enter the host's mount namespace, and later
+mounts of the host must propagate into the pod.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from gpumgr.enforcement.mps.compute_mode import ComputeModes
 from gpumgr.enforcement.mps.folders import GpuFolder
 from gpumgr.enforcement.mps.launcher import LaunchMethod, host_prefix
 
-#: The program does not always set its exit status.
+#: The program prints this if it finds no daemon, and does not always set its exit status.
 _NO_DAEMON: Final = "Cannot find MPS control daemon"
 #: Exit status of the loader (a library is missing) and of wrappers (the program is missing or can't be executed).
 _NOT_RUN: Final = (126, 127)
@@ -59,7 +59,7 @@ class ControlProgram:
 
     async def features(self) -> ControlFeatures:
         """Raises MpsError if the program does not work or is another one, MpsTransientError if a later call may succeed."""
-        # Without a daemon in the pipe folder: an old program would connect to it.
+        # The pipe folder has no daemon, since an old program would connect to one.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:

@@ -39,8 +39,8 @@ log = structlog.get_logger(__name__)
 class Daemon:
     """`home`: the folder of a daemon that starts now. `trouble`: why it can't be used. `clients`: pid -> namespace (None in protocol 2).
     `checks`: how often clients were listed. `checked_at`: when the supervisor last began a check. `tampering`: found at the last check or
-    later. `idle_since`: since when no container uses it. `unused`: records of ended containers. `silent`: the last
-    command did not end in time. `end_not_before`: when the agent may try again to end it. Times are in seconds of the clock."""
+    later. `idle_since`: since when no container uses the daemon. `unused`: records of ended containers. `silent`: the last command did not
+    end in time. `end_not_before`: when the agent may try again to end the daemon. Times are in seconds of the clock."""
 
     uuid: str
     home: GpuFolder
@@ -119,8 +119,8 @@ class Daemon:
         )
 
     async def _move_home(self, allocation: AllocationId) -> None:
-        """Ends the daemon if its folder is not `home`: a GPU has one daemon, and containers name its folder by path. Raises MpsError if
-        containers use it, and OSError."""
+        """Ends the daemon if its folder is not `home`: a GPU has one daemon, and containers name the daemon's folder by path. If containers
+        use the daemon, raises MpsError. Also raises OSError."""
         tenants = self.folder.allocations()
         if self.folder.root == self.home.root or allocation in tenants:
             return
@@ -133,12 +133,12 @@ class Daemon:
 
     @property
     def blocked(self) -> str | None:
-        """Why the daemon must be replaced; None if it works. A daemon that answers no command must be: on an H200 a server that was
+        """Why the daemon must be replaced; None if it works. It must be replaced if it answers no command: on an H200 a server that was
         stopped by a signal had this effect."""
         return self.trial.hang or (self.trouble if self.silent else None)
 
     async def _replace_if_blocked(self, allocation: AllocationId) -> None:
-        """Raises MpsError while other containers depend on a blocked daemon, and OSError."""
+        """Ends a blocked daemon. Raises MpsError while other containers depend on it. Also raises OSError."""
         if self.blocked is None:
             return
         if others := self._others(allocation):
@@ -293,7 +293,7 @@ class Daemon:
         await self._list()
 
     async def _create_server(self) -> None:
-        """Raises MpsError also if the server is not listed afterwards: one for a missing GPU ends at once."""
+        """Raises MpsError, also if the server is not listed afterwards: a server for a missing GPU ends at once."""
         await self._daemon_client.run(commands.create_server(self.uuid, multiuser=bool(self.config.multiuser_option)))
         if commands.SERVER not in commands.parse_servers(3, await self._daemon_client.run(commands.list_servers(3))):
             raise MpsError(f"the MPS server of GPU {self.uuid} ended at once; see {self.folder.log / commands.SERVER}/server.log")

@@ -1,4 +1,5 @@
-"""Findings about running containers of MPS: `Observer` collects what happens, and `judge` (pure) words it for one container."""
+"""Findings about running containers of MPS: `Observer` collects facts about daemons and processes, and the pure function `judge` makes the
+findings about one container from them."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
@@ -21,9 +22,9 @@ _USERS_OF: Final = 16
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU's daemon at its last check, which has the number `checks`. `allocations`: the containers on record. `clients`: pid -> MPS
-    namespace (the allocation's id; None in protocol 2). `multiuser`: the server serves all users. `server_user`: the server's user id;
-    None: no server runs. `suspects`: the containers that may have caused `tampering`."""
+    """One GPU's daemon at its last check, which has the number `checks`. `allocations`: the containers on record. `trouble`: why the daemon
+    does not work. `clients`: pid -> MPS namespace (the allocation's id; None in protocol 2). `multiuser`: the server serves all users.
+    `server_user`: the server's user id; None: no server runs. `suspects`: the containers that may have caused `tampering`."""
 
     protocol: MpsProtocol
     multiuser: bool
@@ -44,7 +45,7 @@ def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether the container's processes may wait because the server serves another user. If one is a client, none waits."""
+    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 

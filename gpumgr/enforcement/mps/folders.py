@@ -4,9 +4,9 @@ The folder `<run_dir>/mps/<gpu uuid>/` has pipe, log, shm and tenants (the share
 removes these files, as it ends the daemons. A JSON file that can't be decoded is reported and counts as missing, but `allocations` lists
 its name.
 
-The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. It is not in the folder, because a
-restarted agent may have another run_dir: it would take its own mode for the former one, and start a second daemon. A boot ends daemons and
-resets compute modes, so records of an earlier boot are ignored.
+The record `<state_dir>/mps/<gpu uuid>` has the daemon's folder and the GPU's compute mode before MPS. It is not below run_dir, because a
+restarted agent may have another run_dir. Without the record that agent would take the mode that gpumgr has set for the mode before MPS, and
+start a second daemon. A boot ends daemons and resets compute modes, so records of an earlier boot are ignored.
 """
 
 import os
@@ -26,6 +26,7 @@ from gpumgr.common.units import Process
 from gpumgr.enforcement.mps.commands import PROTOCOLS, SERVER, MpsProtocol
 from gpumgr.ledger.ledger import AllocationId
 
+#: The longest paths of sockets below a GPU's folder.
 _LONGEST: Final = ("pipe/control_privileged", f"pipe/{SERVER}/{'0' * 16}/control")
 _TAIL_BYTES: Final = 4096
 GPU_UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]+\Z")
@@ -86,7 +87,7 @@ class GpuFolder:
         return re.search(rb"Control\s+(?:\w+\s+)?%d\] Exit with status 0" % pid, tail) is not None
 
     def remove(self) -> None:
-        """`shm` must not be a mount. Raises OSError."""
+        """Removes the folder, in which `shm` must not be a mount. Raises OSError."""
         if self.root.exists():
             shutil.rmtree(self.root)
 
@@ -136,7 +137,7 @@ _PROTOCOL_NAME: Final = "mps_protocol"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """`former_mode`: NVML's number; None while gpumgr has not changed the mode."""
+    """`former_mode`: the compute mode before MPS, in NVML's numbers; None while gpumgr has not changed the mode."""
 
     boot: str
     folder: str

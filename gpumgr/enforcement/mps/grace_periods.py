@@ -18,12 +18,13 @@ from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
-#: At the end of the grace period the kubelet kills what still runs.
+#: The kubelet kills what still runs at the end of the grace period, so the clients are ended before.
 AHEAD_SECONDS: Final = 1.0
 
 
 class GracePeriods:
-    """`pod_changed` is a listener of the pod cache, `run` a background task. `clock`: monotonic. `wall_clock`: unix seconds."""
+    """`pod_changed` is a listener of the pod cache, `run` a background task. `about_to_end` is called with the pods that are due. `clock`:
+    monotonic. `wall_clock`: unix seconds."""
 
     def __init__(
         self,

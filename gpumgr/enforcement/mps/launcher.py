@@ -1,9 +1,9 @@
 """Command lines that start a GPU's MPS daemon so that it outlives the agent, with the GPU's own folder as its /dev/shm.
 
 systemd    in a transient service: the agent's own service ends its processes (KillMode=mixed) and allows neither mounts nor namespaces
-host       the same from a pod, in the mount namespace of the host's first process: the pod has no systemd, and ends its processes
-namespace  in a mount namespace of its own, on a host without systemd; unmounts on the host propagate into it ("slave"), so that it
-           does not keep pods' volumes mounted
+host       the same from a pod, in the mount namespace of the host's first process: a pod has no systemd, and its processes end with it
+namespace  in a mount namespace of its own, on a host without systemd; unmounts on the host propagate into this namespace ("slave"), so
+           that it does not keep pods' volumes mounted
 plain      as a plain process with the host's /dev/shm, if the agent is not root
 """
 
@@ -57,7 +57,8 @@ def daemon_command(
 
 
 def client_command(launch: LaunchMethod, shm: Path, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
-    """Makes a CUDA program run with the daemon's /dev/shm. For an agent in a pod it runs there, since the host may not have the program."""
+    """Makes a CUDA program run with the daemon's /dev/shm. If the agent is in a pod, the program runs in the pod, since the host may lack
+    it."""
     if launch == "systemd":
         return _as_unit((*_WAIT, f"--property=RuntimeMaxSec={_CLIENT_SECONDS}"), shm, environment, command)
     return daemon_command("namespace" if launch == "host" else launch, "", shm, environment, command)

@@ -1,9 +1,9 @@
-"""Sets the limits of containers at a daemon: in protocol 2 one bound for all its clients, in protocol 3 (driver r615 and newer) a namespace
-for each container.
+"""Sets the limits of containers at a daemon: in protocol 2 one bound for all clients of the daemon, in protocol 3 (driver r615 and newer)
+the limits of an MPS namespace for each container.
 
 The bound is the largest of all shares; a client's own environment can only lower it. A container can change limits through the daemon's
-control socket (in protocol 3 only as root). So checks compare the daemon's answer with its answer right after the limits were set: as text,
-since drivers print numbers differently.
+control socket (in protocol 3 only as root). So checks compare the daemon's answer with its answer right after the limits were set. They
+compare the texts, since drivers print numbers differently.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Bounds(msgspec.Struct):
 
 async def _read(daemon: DaemonClient, servers: Collection[int]) -> Mapping[int | None, str]:
     """Queries all limits in one run of the control program, since runs cost time. If a query is refused (the server has ended, or an older
-    driver lacks it), the queries are run one by one, and refused ones are left out. Raises MpsTransientError."""
+    driver lacks the query), the queries are run one by one, and refused ones are left out. Raises MpsTransientError."""
     queried: tuple[int | None, ...] = (None, *servers)
     found = dict(await _answers(daemon, queried))
     if not found and servers:
@@ -132,10 +132,11 @@ class Namespaces(msgspec.Struct):
 
     async def restore(self, daemon: DaemonClient, shares: Shares, _: Collection[int]) -> Tampering | None:
         """Sets limits again that were changed, or for which the daemon's answer is not known after a restart of the agent. Deletes
-        namespaces of ended containers and foreign ones: a few at each check, since a container can make thousands. Raises MpsError.
+        namespaces of ended containers, and namespaces that gpumgr did not make: a few at each check, since a container can make thousands.
 
-        Returns what a container changed. Limits that gpumgr itself was changing do not count (`former_bytes`: the agent may have ended in
-        the middle). After a restart, missing namespaces and limits within the grant do not count either.
+        Returns what a container changed. If gpumgr itself was changing the limits (the record has `former_bytes`), a difference does not
+        count, since the agent may have ended in the middle. After a restart of the agent, missing namespaces and limits within the grant do
+        not count either. Raises MpsError.
         """
         found = await _list(daemon)
         wrong = {name for name in shares if name not in found or name not in self._set or self._set[name][1] != found[name]}

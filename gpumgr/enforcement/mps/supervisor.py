@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 class Supervisor:
     """`root`: has one folder for each GPU. `records`: also has daemons with a folder elsewhere.
 
-    A daemon is checked every _CHECK_SECONDS, in protocol 3 also its namespaces at every tick. Records do not show whether a daemon is in
-    use: a container's record is kept for enforcement.orphan_grace_seconds after its end.
+    A daemon is checked every _CHECK_SECONDS; in protocol 3 its namespaces are checked at every tick. Records do not show whether a daemon
+    is in use: a container's record is kept for enforcement.orphan_grace_seconds after its end.
     """
 
     def __init__(self, root: Path, config: DaemonConfig, records: DaemonRecords, *, idle_seconds: float) -> None:
