@@ -1,5 +1,5 @@
-"""Chooses GPUs on one node for all containers of a pod, with the evaluators that the node's agent uses. `shape` compares nodes by what the
-choice leaves free.
+"""Chooses GPUs on one node for all containers of a pod, with the evaluators that the node's agent uses. `node_search` compares nodes by
+what the choice leaves free.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +31,8 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
     `closest`: (NVML's index of the GPU that lacks least for a share, what is free there). `distance`: how much the node lacks, comparable
     between misfits with equal `reason`. `none_allowed`: no GPU satisfies the constraints. `agent_chooses`: some GPUs do, but the scheduler
-    can't name them to the agent. `mig`: the request is HAMi's, and all allowed GPUs are for MIG devices only. `free_gpus`: entirely free
-    (HAMi's: with room).
+    can't name them to the agent. `mig`: the container requests HAMi's resources, and all allowed GPUs are for MIG devices only.
+    `free_gpus`: the number of entirely free GPUs; for HAMi's resources, of GPUs with room.
     """
 
     container: ContainerRequest | None
@@ -51,8 +51,8 @@ class Misfit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(node: NodeState, used: Used, request: PodRequest, policy: Policy) -> NodeChoice | Misfit:
-    """Finds room for the containers in order. The Misfit of the first without room is about all containers on its GPUs (HAMi's: the
-    largest)."""
+    """Finds room for the containers in order. If a container has no room, the Misfit is about the joint request of this container and the
+    later ones on the same GPUs. With HAMi's resources it is about the container among them that requests the most memory."""
     constraints = request.constraints
     allowed = node.allowed(request)
     use, chosen, score = PodUse(), list[Shares](), 0
@@ -103,7 +103,8 @@ def _find(
 
 
 def _sets(node: NodeState, capacities: list[GpuCapacity], gpus: int, constraints: Constraints) -> Sequence[list[GpuCapacity]]:
-    """The sets of GPUs to choose from. A container's GPUs are in one set: on one NUMA node if required, and all or none with MIG."""
+    """The sets of GPUs to choose from. All GPUs of a container must be in one set: on one NUMA node if that is required, and either all or
+    none in MIG mode."""
     numa_nodes, sets = node.numa_nodes(constraints, gpus), [capacities]
     if numa_nodes is not None:
         sets = [[each for each in capacities if node.gpus[each.index].numa == numa] for numa in numa_nodes]
@@ -216,7 +217,8 @@ _free_place = lru_cache(maxsize=1 << 14)(find_place)
 
 
 def _any_share(container: ContainerRequest) -> ContainerRequest:
-    """A request for evaluators, if only GPUs that fit are left: one GPU by free amounts, or whole GPUs by topology."""
+    """The request for the evaluators when only GPUs with room are left to choose from: one GPU is chosen by free amounts, several or whole
+    GPUs by topology."""
     single = container.gpus == 1 and not container.whole
     return ContainerRequest(kind=container.kind, gpus=container.gpus, cores_per_gpu=1 if single else CORES_PER_GPU)
 

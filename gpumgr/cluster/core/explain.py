@@ -1,6 +1,6 @@
 """The text of a rejection: the number of nodes with each reason, and the node that lacks least.
 
-kube-scheduler gets one text for all nodes, because it takes long to handle one for each. It prints the text after "1 " in
+kube-scheduler gets one text for all nodes, because it handles a text for each node slowly. It prints the text after "1 " in
 "0/40 nodes are available: 1 ...", with a full stop.
 """
 
@@ -29,7 +29,8 @@ class _Group:
 
 
 def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
-    """`misfits`: at least one (count, node, misfit). `count` nodes have the misfit's reason, and `node` lacks least among them."""
+    """The reasons as text. `misfits`: at least one (count, node, misfit). `count` nodes have the misfit's reason, and `node` lacks least
+    among them."""
     groups: dict[tuple[object, ...], _Group] = {}
     for count, node, misfit in misfits:
         group = groups.setdefault(misfit.reason, _Group(0, node, misfit))

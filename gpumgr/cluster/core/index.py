@@ -52,9 +52,9 @@ class _Node:
 
 
 class ClusterIndex:
-    """An assumed placement is decided but not yet known to be bound; it lasts until it is bound or removed. `cpu_per_gpu_milli`: what an
-    average pod requests with one GPU, in thousandths of a CPU (for the policy least-fragmentation). A method that changes nodes or pods
-    with GPUs notifies `quotas` before it returns."""
+    """The nodes, and the bound and assumed pods. An assumed pod is placed, but not yet known to be bound; it stays assumed until it is
+    bound or removed. `cpu_per_gpu_milli`: what an average pod requests with one GPU, in thousandths of a CPU (for the policy
+    least-fragmentation). A method that changes nodes or pods with GPUs notifies `quotas` before it returns."""
 
     def __init__(self, quotas: Quotas | None = None, *, cpu_per_gpu_milli: int = 8000) -> None:
         self.quotas = quotas or Quotas()
@@ -103,7 +103,7 @@ class ClusterIndex:
             self._drop(name)
 
     def bind(self, pod: PlacedPod) -> None:
-        """Records a pod that the API server shows on its node; replaces an assumption."""
+        """Records a pod that the API server shows on its node. The pod is no longer assumed."""
         self.assume(pod)
         self.assumed.discard(pod.uid)
 
@@ -114,7 +114,7 @@ class ClusterIndex:
         self.assumed.add(pod.uid)
 
     def remove(self, uid: str) -> None:
-        """Removes a pod that has ended, also one without GPUs, or a failed assumption; an unknown pod is no error."""
+        """Removes a pod that has ended (also one without GPUs), or an assumed pod that was not bound. An unknown pod is no error."""
         self.assumed.discard(uid)
         if (counted := self._cpu_pods.pop(uid, None)) is not None:
             name, cpu_milli = counted
@@ -138,7 +138,7 @@ class ClusterIndex:
             self._count_cpu(node, cpu_milli)
 
     def settle(self) -> None:
-        """Updates the profiles (groups of equal nodes), which takes long after many changes. `profiles` calls it."""
+        """Updates the profiles (groups of equal nodes). After many changes this takes long. The property `profiles` calls this method."""
         for _ in self.settling():
             pass
 
@@ -153,7 +153,7 @@ class ClusterIndex:
             yield
 
     def compacting(self) -> Iterator[None]:
-        """If many slots are unused, renumbers the nodes and forgets removed ones, in steps, one for each node."""
+        """If many slots (numbers of nodes) are unused, renumbers the nodes and forgets removed ones, in steps, one for each node."""
         if not self.profiles.sparse:
             return
         self._renumbered = renumbered = Profiles(self._profiles.cpu_per_core, self.numbering + 1)
@@ -211,7 +211,7 @@ class ClusterIndex:
         nodes = self.profiles.nodes_of(names)
         if len(self._node_sets) >= _KEPT_NODE_SETS:
             self._node_sets.clear()
-        if nodes.bit_count() == len(names):  # else names are left out, which may get a number later
+        if nodes.bit_count() == len(names):  # otherwise some names have no number yet, so the set may grow
             self._node_sets[content] = nodes
         return nodes
 
@@ -359,6 +359,6 @@ def _taken(node: NodeState, pod: PlacedPod, positions: Mapping[str | int, int]) 
 
 
 def _filled(node: NodeState, gpu: int, amounts: Amounts) -> Amounts:
-    """All cores of a GPU include all its memory. A MIG device has its own memory, also with all cores."""
+    """Adds all memory of the GPU if the pod has all its cores. A MIG device keeps its own memory, even if it has all cores."""
     whole = amounts.whole and not amounts.slices
     return replace(amounts, memory_mebibytes=node.gpus[gpu].memory_mebibytes) if whole else amounts

@@ -41,10 +41,10 @@ CountedGpu = tuple[GpuKind, int, Scaling | None]
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """`uuid`, `model`: empty on a node without inventory (the agent's annotation with its GPUs). `memory_mebibytes`: offered by the node.
-    `numa` -1: not known. `index`: NVML's; None: the position on the node. `replicas`: how many containers with HAMi's resources may share
-    the GPU. `scaling`: the node's factors for such containers; None: the scheduler's settings apply. `mig`: if not empty, the GPU has no
-    shares, and containers with HAMi's resources get MIG devices of these profiles on demand."""
+    """One GPU. `uuid`, `model`: empty on a node without inventory (the annotation in which the agent lists the node's GPUs).
+    `memory_mebibytes`: what the node offers. `numa` -1: not known. `index`: NVML's; None: the position on the node. `replicas`: how many
+    containers with HAMi's resources may share the GPU. `scaling`: the node's factors for HAMi's resources; None: the scheduler's settings
+    apply. `mig`: if not empty, the GPU has no shares, and containers with HAMi's resources get MIG devices of these profiles on demand."""
 
     uuid: str = ""
     model: str = ""
@@ -75,7 +75,8 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """`gpus`: in the order of NVML's indices, without GPUs that the driver can't describe; row i of `topology` belongs to gpus[i].
+    """A node and its GPUs. `gpus`: in the order of NVML's indices, without GPUs that the driver can't describe; row i of `topology` belongs
+    to gpus[i].
 
     `naming`: how the scheduler names chosen GPUs to the node's agent; "none": the agent chooses. `reported_shares`: pod's UID -> shares
     that the agent reports; they replace the shares in the pod's annotations. `model_label`, `pool`: node labels that quotas refer to.
@@ -106,7 +107,8 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(_counted(self.model_label, self.pool, *gpu.type) for gpu in self.gpus or (GpuState(memory_mebibytes=0),))
 
     def allowed(self, request: PodRequest) -> Sequence[bool]:
-        """For each GPU, whether the pod's constraints and quota allow it. If the agent chooses, the pod may use all GPUs or none."""
+        """For each GPU, whether the pod's constraints and quota allow it. If the agent chooses the GPUs, either all are allowed or none,
+        because the scheduler can't exclude one."""
         constraints, denied = request.constraints, request.denied
         if constraints == UNCONSTRAINED and not denied:
             return [True] * len(self.gpus)

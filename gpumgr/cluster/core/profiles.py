@@ -31,12 +31,13 @@ _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
 #: For at most so many nodes, `rooms_of` collects the rooms node by node.
 _FEW: Final = 200
-#: Slots beyond twice the number of nodes. If there are more, the index renumbers the nodes, and names without a node get no slots.
+#: If the number of slots exceeds twice the number of nodes by more than this, the index renumbers the nodes, and until then names without
+#: a node get no slots.
 _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
 _FROM_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-#: So few nodes of a set are found bit by bit; more are found faster from the integer's binary digits.
+#: In a set with at most so many nodes, the nodes are found bit by bit. More nodes are found faster from the integer's binary digits.
 _ONE_BY_ONE: Final = 64
 _T = TypeVar("_T")
 
@@ -54,16 +55,16 @@ class FreeCores(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; only for a policy that counts stranded cores,
-    which then precede `rank`."""
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; None: the policy does not count stranded cores. A
+    policy that counts them compares their number before `rank`."""
 
     rank: Rank
     taken: FreeCores | None = None
 
 
 class Profile:
-    """Nodes that are equal for every request that names none of their GPUs. `state`: one of them, without a name. `idle`: the profile of
-    the same nodes with each used GPU counted as full; it may be this profile."""
+    """Nodes that are equal for every request that names none of their GPUs. `state`: the state of these nodes, without a name. `idle`: the
+    profile in which each used GPU counts as full; it has these nodes and perhaps more, and may be this profile."""
 
     __slots__ = ("choices", "cores", "idle", "idle_gpus", "memory_free", "nodes", "rooms", "state", "used")
 
@@ -84,8 +85,8 @@ class Profile:
 
 
 class Room:
-    """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders rooms as a share
-    prefers them: by free cores, then by free memory."""
+    """Equal GPUs with equal use, and the `nodes` that have such a GPU. `key` orders rooms as a share prefers them: by free cores, then by
+    free memory."""
 
     __slots__ = ("blocks_free", "cores_free", "gpu", "idle", "key", "memory_free", "nodes", "offered", "usable", "used")
 
@@ -140,7 +141,7 @@ def idle_gpus(node: NodeState, used: Used) -> int:
 
 
 def tight_cores(taken: int, left: int, *, entirely_free: bool) -> int:
-    """How well a share fills its GPU, in cores: more with less left, and on a GPU in use."""
+    """How well a share fills its GPU, in cores. The result is higher if less is left, and if the GPU was in use before."""
     return -left if entirely_free else taken - left
 
 
@@ -159,7 +160,7 @@ class _Kind:
 
 
 class Place(msgspec.Struct):
-    """A node. `counted`: its GPUs as limits distinguish them. `cpu_free`: thousandths; None: not known."""
+    """A node with its groups. `counted`: its GPUs as quotas distinguish them. `cpu_free`: thousandths; None: not known."""
 
     name: str
     slot: int
@@ -171,8 +172,8 @@ class Place(msgspec.Struct):
 
 
 class Profiles:
-    """`rooms` are sorted by key. Sets of nodes: `all`; `with_gpus`; `with_mig`; `unnamed`, where the agent chooses the GPUs;
-    `short_of_cpu`, with less free CPU than their usable cores need. Sets of nodes with another `numbering` are void."""
+    """The groups of all nodes. `rooms` are sorted by key. Sets of nodes: `all`; `with_gpus`; `with_mig`; `unnamed`, where the agent chooses
+    the GPUs; `short_of_cpu`, with less free CPU than their usable cores need. A set from an object with another `numbering` is void."""
 
     def __init__(self, cpu_per_core: int, numbering: int = 0) -> None:
         self.cpu_per_core, self.numbering = cpu_per_core, numbering
@@ -181,7 +182,7 @@ class Profiles:
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._by_slot: list[Place | None] = []
-        #: Number of idle GPUs -> nodes that have so many; GPUs as limits distinguish them -> nodes that have these.
+        #: Number of idle GPUs -> nodes that have so many; GPUs as quotas distinguish them -> nodes that have these.
         self.by_idle_gpus, self.by_counted = defaultdict[int, int](int), defaultdict[frozenset[CountedGpu], int](int)
         self.rooms: list[Room] = []
         self.all = self.with_gpus = self.with_mig = self.unnamed = self.short_of_cpu = 0
@@ -189,7 +190,7 @@ class Profiles:
         self._kinds: dict[_KindKey, _Kind] = {}
 
     def there(self, nodes: int, *, idle: bool) -> list[Profile]:
-        """The profiles of these nodes; with `idle`, those in which each used GPU counts as full."""
+        """The profiles of these nodes; with `idle`, the profiles in which each used GPU counts as full."""
         groups = [kind.idle if idle else kind.profiles for kind in self._kinds.values()]
         if nodes.bit_count() < sum(map(len, groups)):
             return list(dict.fromkeys(each.profile.idle if idle else each.profile for each in self.places_of(nodes)))
@@ -266,7 +267,7 @@ class Profiles:
         return len(self._slots) > 2 * len(self.places) + _UNUSED_SLOTS
 
     def _enter(self, place: Place) -> None:
-        """A group is kept only while it has nodes."""
+        """Adds the node to its groups. A group is kept only while it has nodes."""
         bit, state, kind, profile = 1 << place.slot, place.state, place.kind, place.profile
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:
@@ -314,7 +315,7 @@ class Profiles:
         return _Kind(key, NodeState(name="", topology=state.topology, naming=state.naming, gpus=gpus), seen)
 
     def _profile(self, kind: _Kind, used: Used) -> Profile:
-        """A GPU with MIG devices does not count as full, because more may fit."""
+        """Makes a profile. In its `idle` profile a GPU with MIG devices does not count as full, because further devices may fit."""
         full = [
             Amounts(CORES_PER_GPU, gpu.memory_mebibytes) if held.cores and not gpu.mig else held
             for gpu, held in zip(kind.gpus, used, strict=True)

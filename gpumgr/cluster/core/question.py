@@ -1,4 +1,4 @@
-"""A question to the index: which nodes fit a request, which are the best, and why none fits."""
+"""A question to the index of the cluster's nodes: which nodes fit a request, which are the best, and why none fits."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from functools import reduce
@@ -12,20 +12,20 @@ from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import Rejection, bounded, explain
 from gpumgr.cluster.core.index import ClusterIndex, Names
 from gpumgr.cluster.core.node import covers
+from gpumgr.cluster.core.node_search import Found, NodeSearch
 from gpumgr.cluster.core.profiles import Rank
 from gpumgr.cluster.core.quota import types_of
 from gpumgr.cluster.core.request import GpuType, PodRequest, Policy
-from gpumgr.cluster.core.shape import Found, Shape
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED
 
-#: About 2 kB each at 5,000 nodes. They are kept because waiting pods ask again and again.
+#: The most rejections that are kept, about 2 kB each at 5,000 nodes. kube-scheduler asks again and again for pods that wait.
 _MAX_REJECTIONS: Final = 12_000
 
 
 class Denial(NamedTuple):
-    """What a quota denies a pod on these nodes. `types`: GPUs with which the pod would exceed the quota; `entire`: the nodes have no
-    other GPUs."""
+    """What a quota denies a pod on `nodes` (a set, as bits). `types`: the GPUs with which the pod would exceed the quota. `entire`: the
+    nodes have no other GPUs."""
 
     nodes: int
     types: frozenset[GpuType]
@@ -34,11 +34,11 @@ class Denial(NamedTuple):
 
 
 class Question:
-    """`namespace`: GPUs that its quota denies do not fit; None: no quota counts. `keep` False: stores no result, so those for
-    kube-scheduler's calls stay. `names` in the methods: the nodes that kube-scheduler offers.
+    """GPUs that the quota of `namespace` denies do not fit; None: no quota applies. `keep` False: no result is stored, so it displaces no
+    result for kube-scheduler's calls. The `names` of the methods are the nodes that kube-scheduler offers.
 
-    A choice takes up to a millisecond for each profile (group of equal nodes). `examine` does this slow part in steps, so other methods
-    then take a few milliseconds.
+    A choice takes up to a millisecond for each profile (group of equal nodes). `examine` does this slow part in steps. After it the other
+    methods take a few milliseconds.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class Question:
         self._index, self._keep = index, keep
         self._namespace = namespace if namespace in index.quotas.limits else None
         #: By the index's numbering and the types of GPUs that the quota denies.
-        self._shapes: dict[tuple[int, frozenset[GpuType]], Shape] = {}
+        self._searches: dict[tuple[int, frozenset[GpuType]], NodeSearch] = {}
 
     def examine(self, names: Names, most: int | None = 1, *, reasons: bool = True) -> Iterator[None]:
-        """Prepares `rank` (with `most` None: `order`; without `reasons`: `fits`). Each step takes less than a millisecond."""
+        """Computes in advance what `rank` needs; with `most` None, what `order` needs; without `reasons`, what `fits` needs. Each step
+        takes less than a millisecond."""
         nodes = self._index.node_set(names)
         if self._known(nodes) is None:
-            for shape, part in self._parts(nodes):
-                yield from shape.examine(self._named(part)[1], most, reasons=reasons)
+            for search, part in self._parts(nodes):
+                yield from search.examine(self._named(part)[1], most, reasons=reasons)
                 yield
 
     def rank(self, names: Names, most: int = 1) -> list[tuple[str, NodeChoice]] | Rejection:
@@ -76,13 +77,13 @@ class Question:
         """The nodes of `rank` with their ranks; empty if no node fits."""
         found = self._fitting(names, most)
         made = (
-            (rank, name, self._choice_on(name, shape) if room is None else shape.in_room(room, name))
-            for (rank, name, room), shape in found
+            (rank, name, self._choice_on(name, search) if room is None else search.in_room(room, name))
+            for (rank, name, room), search in found
         )
         return [(rank, name, choice) for rank, name, choice in made if isinstance(choice, NodeChoice)]
 
     def order(self, names: Names, most: int | None = None) -> list[str]:
-        """The names of the nodes of `best`; `most` None: of all nodes that fit."""
+        """The names of the best nodes that fit, in order; `most` None: of all nodes that fit."""
         return [name for (_, name, _), _ in self._fitting(names, most)]
 
     def fits(self, names: Names) -> bool:
@@ -90,7 +91,7 @@ class Question:
         return bool(self._fitting(names, 1, enough=1))
 
     def denials(self, nodes: int) -> list[Denial]:
-        """One for each group of nodes with the same GPUs."""
+        """What the quota denies, for each group of nodes with the same GPUs."""
         if self._namespace is None:
             return []
         groups = [(gpus, nodes & there) for gpus, there in self._index.profiles.by_counted.items() if nodes & there]
@@ -110,30 +111,32 @@ class Question:
     def _known(self, nodes: int) -> Rejection | None:
         return self._index.rejections.get(self._asked(nodes)) if self._keep else None
 
-    def _parts(self, nodes: int) -> list[tuple[Shape, int]]:
+    def _parts(self, nodes: int) -> list[tuple[NodeSearch, int]]:
+        """Splits the nodes by the GPUs that the quota denies there, because these change the search. Nodes without other GPUs are left
+        out."""
         denials = self.denials(nodes)
         left = nodes & ~reduce(or_, (each.nodes for each in denials), 0)
         parts = {frozenset[GpuType](): left}
         for each in denials:
             if not each.entire:
                 parts[each.types] = parts.get(each.types, 0) | each.nodes
-        return [(self._shape(types), part) for types, part in parts.items() if part]
+        return [(self._search(types), part) for types, part in parts.items() if part]
 
-    def _shape(self, denied: frozenset[GpuType]) -> Shape:
+    def _search(self, denied: frozenset[GpuType]) -> NodeSearch:
         profiles = self._index.profiles
         key = profiles.numbering, denied
-        if key not in self._shapes:
+        if key not in self._searches:
             request = replace(self.request, denied=denied) if denied else self.request
-            self._shapes[key] = Shape(request, self.policy, profiles, keep=self._keep)
-        return self._shapes[key]
+            self._searches[key] = NodeSearch(request, self.policy, profiles, keep=self._keep)
+        return self._searches[key]
 
-    def _fitting(self, names: Names, most: int | None, enough: int | None = None) -> list[tuple[Found, Shape]]:
-        found = list[tuple[Found, Shape]]()
-        for shape, part in self._parts(self._index.node_set(names)):
+    def _fitting(self, names: Names, most: int | None, enough: int | None = None) -> list[tuple[Found, NodeSearch]]:
+        found = list[tuple[Found, NodeSearch]]()
+        for search, part in self._parts(self._index.node_set(names)):
             named, others = self._named(part)
-            choices = [(name, self._choice_on(name, shape)) for name in named]
-            fits = [(shape.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
-            found += [(each, shape) for each in (*shape.fitting(others, most, enough=enough), *fits)]
+            choices = [(name, self._choice_on(name, search)) for name in named]
+            fits = [(search.rank_on(name, choice), name, None) for name, choice in choices if isinstance(choice, NodeChoice)]
+            found += [(each, search) for each in (*search.fitting(others, most, enough=enough), *fits)]
         return sorted(found, key=lambda each: each[0][:2])[:most]
 
     def _named(self, nodes: int) -> tuple[list[str], int]:
@@ -145,12 +148,12 @@ class Question:
         there = nodes & profiles.nodes_of(frozenset(self._index.with_gpus(self.request.constraints.uuids)))
         return sorted(profiles.names_of(there)), nodes & ~there
 
-    def _choice_on(self, name: str, shape: Shape) -> NodeChoice | Misfit:
+    def _choice_on(self, name: str, search: NodeSearch) -> NodeChoice | Misfit:
         node = self._index.node(name)
-        return choose(node, self._index.used(name), shape.request, self.policy) if node is not None else Misfit(container=None)
+        return choose(node, self._index.used(name), search.request, self.policy) if node is not None else Misfit(container=None)
 
     def _rejection(self, nodes: int) -> Rejection:
-        """The quota is the reason for all nodes on which it denies GPUs. Call it only if no node fits."""
+        """Why no node fits. On nodes where the quota denies GPUs, the quota is the reason. Call this only if no node fits."""
         denials = self.denials(nodes)
         by_quota = reduce(or_, (each.nodes for each in denials), 0)
         count, others = by_quota.bit_count(), (nodes & ~by_quota).bit_count()
@@ -162,18 +165,18 @@ class Question:
         return Rejection(bounded(f"for the quota of {'1 node' if count == 1 else f'{count} nodes'}: {reasons}{rest}"))
 
     def _reasons(self, nodes: int) -> str:
-        shape, unknown = self._shape(frozenset()), nodes & ~self._index.profiles.all
+        search, unknown = self._search(frozenset()), nodes & ~self._index.profiles.all
         named, others = self._named(nodes)
-        closest = [*shape.misfits(others), *((1, name, None) for name in named)]
+        closest = [*search.misfits(others), *((1, name, None) for name in named)]
         if unknown:
             closest.append((unknown.bit_count(), min(self._index.names(unknown)), None))
-        misfits = ((count, name, misfit or self._choice_on(name, shape)) for count, name, misfit in closest)
+        misfits = ((count, name, misfit or self._choice_on(name, search)) for count, name, misfit in closest)
         return explain((count, name, each) for count, name, each in misfits if isinstance(each, Misfit))
 
 
 class Largest(NamedTuple):
-    """`idle_gpus`: the most idle GPUs of one node. `free`: what is free on single GPUs, except where another GPU has at least as much of
-    both."""
+    """A summary of what is free. `idle_gpus`: the most idle GPUs of one node. `free`: the largest free amounts of single GPUs: no other GPU
+    has at least as many cores and as much memory free."""
 
     idle_gpus: int
     free: tuple[Amounts, ...]
@@ -186,7 +189,8 @@ class Largest(NamedTuple):
         return cls(idle_gpus, _frontier(Amounts(room.cores_free, room.memory_free) for room in rooms))
 
     def may_fit(self, request: PodRequest) -> bool:
-        """Whether each container, without the others, fits on some node; True for HAMi's resources, which are not examined."""
+        """Whether each container, without the others, fits on some node. Containers with HAMi's resources are not examined and count as
+        fitting."""
         return all(
             each.replica is not None
             or (each.gpus <= self.idle_gpus if each.whole else any(covers(free, each.share) for free in self.free))

@@ -38,7 +38,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 NONE_HELD: Final = Held()
-#: By the kind of GPU.
+#: What pods hold, by the kind of GPU.
 Holding = Mapping[GpuKind, Held]
 NO_HOLDING: Final[Holding] = {}
 
@@ -99,7 +99,8 @@ class NamespaceQuota(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quotas:
-    """A ClusterIndex reports what pods hold. `limits`: by namespace; others have none. `problem`: why no limits are known."""
+    """A ClusterIndex reports to this object what pods hold. `limits`: by namespace; other namespaces have no limits. `problem`: why no
+    limits are known."""
 
     def __init__(self, limits: Mapping[str, NamespaceQuota] | None = None) -> None:
         self.limits: Mapping[str, NamespaceQuota] = limits or {}
@@ -173,7 +174,8 @@ class Quotas:
         return Rejection(min(denied.values())) if denied and isinstance(choice, Misfit) else choice
 
     def without(self, namespace: str, uid: str) -> "Quotas":
-        """A copy of one namespace's quota and use without this pod. Later changes do not reach it."""
+        """A copy with only the quota of one namespace, and with what its pods except this one hold. Later changes do not affect the
+        copy."""
         made = Quotas({namespace: self.limits[namespace]} if namespace in self.limits else {})
         made._used = {namespace: dict(self._used.get(namespace, {}))}
         owner, holding = self.held(uid)
@@ -252,8 +254,8 @@ def types_of(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs. Each container's GPUs are counted from the first one. The kubelet gives an init container's
-    devices to later containers, so both hold the same GPUs."""
+    """What containers hold on equal GPUs. The GPUs of each container are counted from the first GPU on, because the kubelet gives an init
+    container's devices to later containers: they hold the same GPUs."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

@@ -21,16 +21,17 @@ MAX_GPU_CONTAINERS: Final = 64
 #: (position of the GPU on its node, amounts), for each GPU of a container.
 Shares = tuple[tuple[int, Amounts], ...]
 NOTHING: Final = Amounts()
-#: What a quota distinguishes among the GPUs of one node: model, memory in MiB, scaling (see GpuState).
+#: What a quota distinguishes among the GPUs of one node: model, memory in MiB, and the node's factors for HAMi's resources.
 GpuType = tuple[str, int, Scaling | None]
 
-#: Which of the fitting nodes and GPUs are the best; see `shape`.
+#: Which of the fitting nodes and GPUs are the best; see `node_search`.
 Policy = Literal["least-fragmentation", "binpack", "spread", "topology"]
 
 
 class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`cores_per_gpu`: on each of `gpus` GPUs; 100 is a whole GPU. `memory_mebibytes`: on all of them together. `replica`: the request per
-    GPU in HAMi's resources; the container may then have shares of several GPUs, and `memory_mebibytes` is 0."""
+    """One container's request for `gpus` GPUs: `cores_per_gpu` on each of them (100: a whole GPU), and `memory_mebibytes` on all of them
+    together. `replica`: the request per GPU, if the container uses HAMi's resources. Then it may have shares of several GPUs, and
+    `memory_mebibytes` is 0."""
 
     kind: ContainerKind = "app"
     gpus: int = 1
@@ -55,27 +56,29 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.memory_mebibytes // BLOCK_MEBIBYTES)
 
     def on(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What a GPU must have free: the amounts of `counted`, but for a replica at least one core. The agent refuses a replica on a GPU
-        without a free core, and the kubelet may admit pods in another order than the scheduler."""
+        """What a GPU must have free: the amounts of `counted`, and for HAMi's resources at least one core. The agent refuses HAMi's
+        resources on a GPU without a free core, and the kubelet may admit pods in another order than the scheduler."""
         counted = self.counted(gpu_mebibytes, scaling)
         return counted if self.replica is None else replace(counted, cores=max(1, counted.cores), replicas=1)
 
     def counted(self, gpu_mebibytes: int, scaling: Scaling | None = None) -> Amounts:
-        """What the request takes from one GPU with this memory (a whole GPU: all of it). `scaling`: see GpuState."""
+        """What the request takes from one GPU with this memory; a request of whole GPUs takes everything. `scaling`: the node's factors for
+        HAMi's resources; None: the request's own."""
         if self.replica is not None:
             return self.replica.scaled(scaling).counted(gpu_mebibytes)
         return Amounts(CORES_PER_GPU, gpu_mebibytes) if self.whole else Amounts(self.cores_per_gpu, self.memory_mebibytes)
 
 
 class SameGpus:
-    """A container, and the later ones on the same GPUs, because the kubelet gives them its replicas (ids of HAMi's resource)."""
+    """A container, and the later containers that must be on the same GPUs, because the kubelet gives them replicas of the first one (ids of
+    HAMi's resource)."""
 
     def __init__(self, containers: Iterable[ContainerRequest]) -> None:
         self.containers = tuple(dict.fromkeys(containers))
         self._most: dict[tuple[int, Scaling | None], Amounts] = {}
 
     def most(self, gpu_mebibytes: int, scaling: Scaling | None) -> Amounts:
-        """What each of these GPUs must have free (see `ContainerRequest.on`)."""
+        """What each of the common GPUs must have free (see `ContainerRequest.on`)."""
         key = gpu_mebibytes, scaling
         if key not in self._most:
             self._most[key] = reduce(Amounts.most, (each.on(*key) for each in self.containers))
@@ -97,22 +100,23 @@ class PodRequest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def without_cpu(self) -> "PodRequest":
-        """The part that decides whether a node fits. kube-scheduler checks the CPU; here it only decides which node is the best."""
+        """The request without CPU: this part decides whether a node fits. kube-scheduler checks the CPU. Here the CPU only decides which
+        fitting node is the best."""
         return replace(self, cpu_milli=0) if self.cpu_milli else self
 
     @cached_property
     def gpu_digest(self) -> bytes:
-        """Without `cpu_milli` and `denied`. A short key for stored results, because constraints may have long texts."""
+        """A short key for stored results, because constraints may have long texts. It does not depend on `cpu_milli` and `denied`."""
         return blake2b(repr((self.containers, self.constraints, self.node_policy)).encode(), digest_size=16).digest()
 
     @cached_property
     def chains(self) -> Sequence[tuple[ContainerRequest, int]]:
-        """For each container: (the joint request of it and later containers on the same GPUs, their cores in all)."""
+        """For each container: (the joint request of this container and of later ones on the same GPUs, the cores of all of them)."""
         return [_together(self.containers[place:]) for place in range(len(self.containers))]
 
     @cached_property
     def same_gpus(self) -> Sequence[SameGpus]:
-        """For each container with replicas: it and the containers on the same GPUs."""
+        """For each container, if the pod uses HAMi's resources: the container and the later ones on the same GPUs."""
         return [SameGpus(_on_the_same_gpus(self.containers[place:])) for place in range(len(self.containers))]
 
     @cached_property
@@ -184,8 +188,8 @@ def taken_by(request: PodRequest, shares: Iterable[Shares]) -> Mapping[int, Amou
 
 
 def pod_request(containers: Iterable[ContainerSpec]) -> PodRequest:
-    """`containers`: only with requests for GPUs. Raises Refusal for what every agent refuses, and for vcuda resources and HAMi's in one
-    pod."""
+    """`containers`: the pod's containers with requests for GPUs. Raises Refusal for a request that every agent refuses, and for a pod with
+    both vcuda resources and HAMi's."""
     wanted = list(containers)
     if (text := too_many(len(wanted))) is not None:
         raise Refusal("invalid_request", text)
@@ -237,7 +241,7 @@ def _together(chain: Sequence[ContainerRequest]) -> tuple[ContainerRequest, int]
 
 
 def _on_the_same_gpus(chain: Sequence[ContainerRequest]) -> list[ContainerRequest]:
-    """The first container and, if it is an init container, those to which the kubelet gives its replicas."""
+    """The first container and, if this is an init container, the later containers that get its replicas from the kubelet."""
     same, replicas = [chain[0]], chain[0].gpus if chain[0].kind == "init" else 0
     for each in chain[1:]:
         if replicas > 0:

@@ -1,7 +1,8 @@
 """The pods to evict from a node so that another pod fits on its GPUs.
 
-Sets of pods are compared as in kube-scheduler: by the highest priority, then the number, then the sum of priorities; the lowest is the
-best. With few pods all sets are tried; otherwise the search frees one GPU after another, from several starts.
+Sets of pods are compared by the highest priority, then by the number of pods, then by the sum of priorities; the lowest is the best. This
+is nearly the order of kube-scheduler. With few pods all sets are tried. Otherwise the search frees one GPU after another, and begins once
+with each of several GPUs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -18,6 +19,7 @@ from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
+#: With at most so many pods all sets are tried.
 _MAX_EXACT: Final = 6
 #: At most so many searches, from the GPUs with the cheapest pods.
 _MAX_FIRST: Final = 16
@@ -27,7 +29,7 @@ _NO_PRIORITY: Final = -(1 << 31)
 
 
 class Evictable(msgspec.Struct, frozen=True):
-    """A pod that may be evicted. `gpus`: positions. `cores`: on all of them."""
+    """A pod that may be evicted. `gpus`: the positions of its GPUs. `cores`: on all of them together."""
 
     uid: str
     priority: int
@@ -36,7 +38,7 @@ class Evictable(msgspec.Struct, frozen=True):
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """`victims`: UIDs. `choice`: the GPUs that the preemptor gets once they have ended."""
+    """`victims`: UIDs. `choice`: the GPUs that the preemptor gets once the victims have ended."""
 
     victims: frozenset[str]
     choice: NodeChoice

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.core import shape
+from gpumgr.cluster.core import node_search
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import GpuState, node_of_equal_gpus
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota
@@ -176,7 +176,7 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(shape, "choose", counted)
+    monkeypatch.setattr(node_search, "choose", counted)
     counting = asyncio.create_task(turn())
     if asked == "filter":
         assert (await stage.filter(item, names))["NodeNames"] == []
@@ -207,7 +207,7 @@ async def test_the_first_node_that_fits_shows_that_the_quota_allows_a_pod(stage:
         choices += 1
         return choose(*arguments, **more)
 
-    monkeypatch.setattr(shape, "choose", counted)
+    monkeypatch.setattr(node_search, "choose", counted)
     rows = NodeRows(stage.watches)
     await rows.refresh()
     found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"], {})

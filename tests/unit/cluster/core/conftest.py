@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from gpumgr.cluster.core import shape
+from gpumgr.cluster.core import node_search
 from gpumgr.cluster.core.choose import choose
 from gpumgr.cluster.core.node import NodeState
 
@@ -19,5 +19,5 @@ def computed() -> Iterator[list[int]]:
         sizes.append(len(node.gpus))
         return choose(node, *rest)  # type: ignore[arg-type]
 
-    with patch.object(shape, "choose", counted):
+    with patch.object(node_search, "choose", counted):
         yield sizes

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core import index as index_module
-from gpumgr.cluster.core import shape
+from gpumgr.cluster.core import node_search
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import Rejection, explain
 from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState, covers
+from gpumgr.cluster.core.node_search import NodeSearch, Ranking
 from gpumgr.cluster.core.profiles import FreeCores, Ranked
 from gpumgr.cluster.core.question import Largest, Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy, Shares
-from gpumgr.cluster.core.shape import Ranking, Shape
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind
@@ -320,7 +320,7 @@ def brute_force(
                 alone.bind(pod)
             alone.use_cpu("", name, without_gpus.get(name, 0))
             alone.settle()
-            fits.append((Shape(wanted, policy, alone.profiles, keep=False).rank_on(name, found), name))
+            fits.append((NodeSearch(wanted, policy, alone.profiles, keep=False).rank_on(name, found), name))
         else:
             misfits.append((1, name, expect(Misfit, found)))
     return [name for _, name in sorted(fits)], "" if fits else explain(misfits)
@@ -480,8 +480,8 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
 def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fit(
     monkeypatch: pytest.MonkeyPatch, computed: list[int]
 ) -> None:
-    monkeypatch.setattr(shape, "_MOST_CHOICES", 6)
-    monkeypatch.setattr(shape, "_FEWEST_PROFILES", 1)
+    monkeypatch.setattr(node_search, "_MOST_CHOICES", 6)
+    monkeypatch.setattr(node_search, "_FEWEST_PROFILES", 1)
     made, names = ClusterIndex(), [f"n{number:02}" for number in range(12)]
     for number, name in enumerate(names):
         made.set_node(node_state(name, 1))

@@ -1,11 +1,11 @@
 """Searches the nodes for one request: the fitting nodes in order, or the reasons why no node fits.
 
-docs/scheduler.md describes the policies. Among nodes that are equal for a policy, the one with better connected GPUs is first. With one
-policy for nodes and another for the GPUs of a node, nodes are compared as in HAMi's scheduler: by the used part of all their GPUs.
+docs/scheduler.md describes the policies. Among nodes that are equal for a policy, the one with better connected GPUs is first. If a pod has
+one policy for nodes and another for GPUs, nodes are compared as in HAMi's scheduler: by the used part of all their GPUs.
 
-A share of one GPU is searched by rooms (equal GPUs with equal use), without a choice of GPUs. For other requests the ranks of profiles
-(nodes that differ only by name) are kept. Groups of nodes are compared by the lowest possible rank of a node in the group, so only nodes
-that may be among the best are examined.
+For a share of one GPU, the search compares rooms (equal GPUs with equal use) and runs no evaluator. For other requests, GPUs are chosen
+once for each profile (nodes that differ only by name), and the profile keeps the rank. The lowest possible rank of a node in a group
+decides whether the nodes of the group are examined: only nodes that may be among the best are.
 """
 
 from bisect import bisect_left
@@ -26,8 +26,8 @@ from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodR
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.requests import UNCONSTRAINED
 
-#: A pod is compared on at most _MOST_CHOICES / (number of its containers) fitting profiles, or on _FEWEST_PROFILES if that is more. A
-#: rejection has the reasons of as many profiles.
+#: A search compares at most _MOST_CHOICES / (number of the pod's containers) fitting profiles, but at least _FEWEST_PROFILES. For a
+#: rejection it examines as many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers one.
@@ -45,7 +45,7 @@ class _Best:
         self.found: list[Found] = []
 
     def may_take(self, least: Rank) -> bool:
-        """Whether a node with this rank, or with a rank that begins so, may be among the best."""
+        """`least`: a rank, or its first part. Whether a node with such a rank may be among the best."""
         return self._worst is None or least <= self._worst
 
     def add(self, found: Iterable[Found]) -> None:
@@ -56,7 +56,7 @@ class _Best:
 
 
 class Ranking:
-    """Compares the nodes. `cpu_per_core`: what an average pod requests for one core of a GPU, in thousandths of a CPU."""
+    """Computes the ranks of nodes. `cpu_per_core`: what an average pod requests for one core of a GPU, in thousandths of a CPU."""
 
     def __init__(self, request: PodRequest, policy: Policy, cpu_per_core: int) -> None:
         self._request, self._policy, self._cpu_per_core = request, policy, cpu_per_core
@@ -82,17 +82,18 @@ class Ranking:
         return Ranked(rank, taken_cores(node, used, after, choice.taken)._replace(tight=tight))
 
     def of_share(self, cores: int, memory_mebibytes: int, idle: int, taken: FreeCores) -> Ranked:
-        """`cores`, `memory_mebibytes`: what the share leaves on its GPU. `idle`: the number of idle GPUs that it leaves on the node."""
+        """`cores`, `memory_mebibytes`: what the share leaves on its GPU. `idle`: the number of idle GPUs that the share leaves on the
+        node."""
         rank = _by_policy(self._policy, (cores, memory_mebibytes, idle))
         return Ranked(rank, taken if self._by_cpu else None)
 
     def exact(self, ranked: Ranked, before: FreeCores, cpu_free: int | None) -> Rank:
-        """The rank of one node. `before`: its free cores. `cpu_free`: its free CPU in thousandths; None: not known."""
+        """The rank of one node. `before`: the node's free cores. `cpu_free`: its free CPU in thousandths; None: not known."""
         rank, taken = ranked
         return rank if taken is None else (self._stranded(before, taken, cpu_free), *rank)
 
     def least(self, ranked: Ranked, *, short_of_cpu: bool) -> Rank:
-        """The lowest rank of nodes with less free CPU than their usable cores need (`short_of_cpu`), or of all others."""
+        """The lowest rank that a node can have. `short_of_cpu`: the node has less free CPU than its usable cores need."""
         rank, taken = ranked
         if taken is None:
             return rank
@@ -100,8 +101,8 @@ class Ranking:
         return well_used - (taken.free + taken.tight) * self._cpu_per_core, *rank
 
     def _stranded(self, before: FreeCores, taken: FreeCores, cpu_free: int | None) -> int:
-        """The cores that the pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, less `taken.tight`;
-        times `cpu_per_core`, so it is an integer."""
+        """How many cores the pod strands (makes unusable for lack of CPU or memory) if it takes `taken` of `before`, minus `taken.tight`.
+        The result is multiplied by `cpu_per_core`, so that it is an integer."""
         cpu_milli, per_core = self._request.cpu_milli, self._cpu_per_core
         free, usable = before.free * per_core, before.usable * per_core
         free_after, usable_after = free - taken.free * per_core, usable - taken.usable * per_core
@@ -112,7 +113,7 @@ class Ranking:
         return max(0, free_after - usable_after) - max(0, free - usable) - taken.tight * per_core
 
     def least_in_rooms(self, cores_free: int, share: ContainerRequest) -> Rank:
-        """The first part of a rank: a lower bound for GPUs with at least so many free cores (spread: at most)."""
+        """A lower bound of the first part of ranks, for GPUs with at least `cores_free` free cores (policy spread: at most)."""
         most = CORES_PER_GPU if share.replica is not None else share.cores
         least = 1 if share.replica is not None else share.cores
         if self._by_cpu:
@@ -122,8 +123,8 @@ class Ranking:
         return _by_policy(self._policy, (cores_free - most,))[: 2 if self._policy == "topology" else 1]
 
 
-class Shape:
-    """One request under one policy. `offered`, `nodes`: sets of nodes, as bits (see `profiles`)."""
+class NodeSearch:
+    """The search for one request under one policy. `offered`, `nodes`: sets of nodes, as bits (see `profiles`)."""
 
     def __init__(self, request: PodRequest, policy: Policy, profiles: Profiles, *, keep: bool) -> None:
         """`keep`: ranks are kept in the profiles, for later calls; otherwise in this object."""
@@ -132,13 +133,12 @@ class Shape:
         self._profiles, self._ranking = profiles, Ranking(request, policy, profiles.cpu_per_core)
         self._gpu_request = request.without_cpu
         self._key = request.gpu_digest, request.denied, policy
-        self._alike = request.node_policy is None
-        containers = request.containers
-        self._share = containers[0] if self._alike and len(containers) == 1 and _is_share(containers[0]) else None
-        self._whole = self._alike and all(each.whole for each in containers)
+        one_policy, containers = request.node_policy is None, request.containers
+        self._share = containers[0] if one_policy and len(containers) == 1 and _is_share(containers[0]) else None
+        self._whole = one_policy and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
-        #: What a node needs: this many idle GPUs, and for each (cores, memory blocks) of `_largest` one GPU with so much free.
         self._has_replicas = any(each.replica is not None for each in containers)
+        #: A node needs so many idle GPUs, and for each (cores, memory blocks) of `_largest` one GPU with so much free.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
@@ -152,8 +152,8 @@ class Shape:
     # -- nodes that fit ----------------------------------------------------------------------------------------------------
 
     def fitting(self, offered: int, most: int | None, *, enough: int | None = None) -> list[Found]:
-        """The nodes that fit, the best first. With `most`, profiles are tried by node names until `enough` fit (None: `most`, or a number
-        from `_MOST_CHOICES` if that is more)."""
+        """The nodes that fit, the best first. With `most`, profiles are tried in the order of their nodes' names until `enough` of them
+        fit. `enough` None: `most`, or the limit that `_MOST_CHOICES` sets, if that is more."""
         best = _Best(most)
         if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and Question ranks them
             apart = self._apart
@@ -179,8 +179,8 @@ class Shape:
         return self._ranking.exact(ranked, place.profile.cores, place.cpu_free)
 
     def examine(self, offered: int, most: int | None, *, reasons: bool) -> Iterator[None]:
-        """Computes what `fitting` needs, one choice per step. With `reasons` also what `misfits` needs; without `reasons` only whether a
-        node fits."""
+        """Computes what `fitting` needs, one choice per step. With `reasons` it also computes what `misfits` needs. Without `reasons`, one
+        fitting profile is enough, unless `most` is None."""
         if self.request.constraints.use_uuids:
             return
         offered &= -1 if self._share is None else self._apart
@@ -196,8 +196,8 @@ class Shape:
         """The rank of the profile's nodes, or why they do not fit."""
         if (found := self._kept(profile)) is None:
             choice = choose(profile.state, profile.used, self._gpu_request, self.policy)
-            # Chosen GPUs and users' texts can need much memory (64 containers), so they are not kept. The GPUs are chosen again on the
-            # best node.
+            # The chosen GPUs (of up to 64 containers) and users' texts can need much memory, so they are not kept. On the best node the
+            # GPUs are chosen again.
             if isinstance(choice, NodeChoice):
                 found = self._ranking.of(profile.state, profile.used, choice)
             else:
@@ -209,6 +209,7 @@ class Shape:
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
+        """A quick check that excludes most profiles without a choice of GPUs."""
         least = NOTHING if self._has_replicas else self.request.in_total
         if (
             profile.idle_gpus < self._whole_gpus
@@ -338,8 +339,8 @@ class Shape:
     # -- nodes that do not fit ---------------------------------------------------------------------------------------------
 
     def misfits(self, offered: int) -> Iterator[tuple[int, str, Misfit | None]]:
-        """(number of nodes, the one that lacks least, its Misfit or None if it was not computed), for each group. Call it only if no node
-        fits."""
+        """(number of nodes, the node that lacks least, its Misfit or None if it was not computed), for each group of nodes. Call this only
+        if no node fits."""
         with_gpus = offered & self._profiles.with_gpus
         yield from self._first(offered & ~with_gpus)
         if self.request.constraints.use_uuids:
@@ -363,7 +364,7 @@ class Shape:
         for room in self._profiles.rooms_of(nodes):
             if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
-                if room.offered and share.replica is None:  # with replicas each node lacks the same, one GPU
+                if room.offered and share.replica is None:  # with replicas every node lacks the same: one GPU
                     full = self.request.constraints.unused and room.used != NOTHING
                     lack = lack_of(0 if full else room.cores_free, 0 if full else room.blocks_free, share)
                     if lack <= least:
@@ -389,7 +390,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """A share in vcuda resources takes the node's first GPU of a tier."""
+    """GPUs with equal tiers are equally good for a share in vcuda resources, so it takes the first one of a node."""
     return room.cores_free, room.blocks_free
 
 
@@ -398,14 +399,15 @@ _rank_and_name = itemgetter(0, 1)
 
 
 def _by_policy(policy: Policy, left: tuple[int, ...], score: int = 0) -> Rank:
-    """`left`: what the pod leaves on the node, the most important first. `score`: how well its GPUs are connected."""
+    """The rank by a policy for nodes and GPUs. `left`: what the pod leaves on the node, the most important amount first. `score`: how well
+    the pod's GPUs are connected."""
     ordered = tuple(-each for each in left) if policy == "spread" else left
     return (-score, *ordered) if policy == "topology" else (*ordered, -score)
 
 
 def _by_use(node: NodeState, after: Used, policy: Policy, score: int) -> Rank:
-    """By the used part of the node's GPUs, as HAMi scores nodes (pkg/scheduler/policy/node_policy.go), in parts per million of each
-    kind."""
+    """The rank by the used part of the node's GPUs, as HAMi scores nodes (pkg/scheduler/policy/node_policy.go). The used parts of cores,
+    memory and replicas are added, in parts per million."""
     in_use = 0
     for kind, capacity in (
         ("cores", CORES_PER_GPU * len(node.gpus)),
