@@ -37,7 +37,7 @@ from gpumgr.kube.watched import ObjectReader, T, Watched, metadata_of
 _log = structlog.get_logger(__name__)
 
 _PAGE = "500"
-#: In seconds. `_SHORTEST_WATCH` is the duration of a watch after a list that failed.
+#: In seconds. `_SHORTEST_LIST` is the shortest timeout of a list, `_SHORTEST_WATCH` the duration of a watch after a list that failed.
 _SHORTEST_LIST = 5.0
 _SHORTEST_WATCH = 5
 

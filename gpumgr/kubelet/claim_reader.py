@@ -259,10 +259,10 @@ class WaitingPods:
                 missing[pod.uid] = names
         self._waiting = {uid: self._waiting.get(uid, (now + _FIRST_SECONDS, _FIRST_SECONDS)) for uid in missing}
         for uid, pause in [(uid, pause) for uid, (due_at, pause) in self._waiting.items() if due_at <= now]:
-            self._waiting[uid] = begun = now + _FIRST_SECONDS, pause  # this also holds if a request fails
+            self._waiting[uid] = begun = now + _FIRST_SECONDS, pause  # if a request fails, this stays
             async with asyncio.timeout(_TRY_SECONDS):
                 await self._retry(pods[uid], missing[uid])
-            if self._waiting[uid] is begun:  # no registration has made it due in the meantime
+            if self._waiting[uid] is begun:  # `retry_now` was not called in the meantime
                 self._waiting[uid] = now + pause, min(2 * pause, _LONGEST_SECONDS)
 
     async def _retry(self, pod: PodView, missing: Collection[str]) -> None:

@@ -51,7 +51,7 @@ class LinkTiming(msgspec.Struct, frozen=True, kw_only=True):
     """In seconds."""
 
     poll_seconds: float = 1.0
-    #: How long the kubelet may take to register the driver before this is reported. The kubelet looks for new sockets each second.
+    #: How long the kubelet may take to register the driver before an error is reported. The kubelet looks for new sockets each second.
     patience_seconds: float = 10.0
     #: How long the kubelet may have no connection to the DRA socket, because it may be replacing the connection.
     unconnected_seconds: float = 2.0

@@ -310,9 +310,9 @@ class ResourceLists:
             self._publish_instances(instance_entries(node_devices, self._mig_resource), link)
 
     def _publish_instances(self, found: Mapping[str, Collection[DeviceEntry]], link: KubeletLink) -> None:
-        """Registers a resource with its first MIG device. A MIG device can be created again under its UUID with another profile. Then
-        it stays, Unhealthy, in the list of the old profile's resource: an id that vanishes while the kubelet allocates it crashes the
-        kubelet."""
+        """Registers a resource when its first MIG device exists. A MIG device can be created again under its UUID with another profile.
+        Then the UUID stays, Unhealthy, in the list of the old profile's resource: an id that vanishes while the kubelet allocates it
+        crashes the kubelet."""
         for name in {**self._instance_lists, **found}:
             listed = self._listed_instances.setdefault(name, {})
             for uuid, _, numa in [*listed.values()]:

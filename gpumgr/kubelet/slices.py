@@ -123,8 +123,8 @@ def resource_slice(node: str, node_uid: str, devices: Sequence[SliceDevice], *, 
 
 
 def probe_slice(node: str) -> Json:
-    """A slice for a request with dryRun, which shows what the API server drops. It must be a create, because an update keeps these fields
-    if the stored slice has them."""
+    """A slice for a request with dryRun, which shows what the API server drops. The request must be a create, because an update keeps these
+    fields if the stored slice has them."""
     gpu = Gpu(index=0, uuid="", minor=None, bus_id=None, model=None, memory_bytes=_MIN_BLOCKS * BLOCK_BYTES)
     device = SliceDevice(name="probe", gpu=gpu, island="", pair="", enforcement="", taints=(Taint(key=LOST_TAINT),))
     probe = resource_slice(node, "", [device])

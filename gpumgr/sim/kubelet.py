@@ -1,4 +1,4 @@
-"""A simulated kubelet with the parts that a device plugin uses, in one of the versions of kubelet_pods.SUPPORTED.
+"""A simulated kubelet with the parts that a device plugin uses, in one of the versions in `kubelet_pods`.
 
 It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` in a folder, writes the device manager's checkpoint, and admits one
 pod at a time, with the real order of calls and choices.

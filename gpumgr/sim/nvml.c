@@ -7,7 +7,7 @@
  *
  * Each line has a verb, a subject and a value (gpumgr/sim/library.py and control.py define and write them).
  * The folder is found through dladdr, so every copy of this library is a separate node, and any process can load it.
- * Functions that an old driver lacks are exported, too, and return FUNCTION_NOT_FOUND, which a binding cannot distinguish.
+ * Functions that an old driver lacks are exported, too, and return FUNCTION_NOT_FOUND: for a binding this equals a missing function.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -38,7 +38,7 @@ typedef enum {
     IN_USE = 19, INSUFFICIENT_RESOURCES = 23, ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
 } result_t;
 
-enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8, SUPPORTED_EVENTS = 0xff9f }; /* those of an H200 with driver 580 */
+enum { EVENT_DOUBLE_BIT_ECC = 0x2, EVENT_XID = 0x8, SUPPORTED_EVENTS = 0xff9f }; /* the event types of an H200 with driver 580 */
 enum { FIELD_ECC_DOUBLE_BIT_VOLATILE = 4, FIELD_REMAPPED_FIRST = 142, FIELD_REMAPPED_LAST = 145, FIELD_RECOVERY_ACTION = 230 };
 
 /* ---- structures of the ABI ------------------------------------------------------------------------------------------- */
@@ -338,7 +338,7 @@ static volatile unsigned long long *changes(void) {
 static double looked_at; /* when refresh() last looked at the file; 0 = it must look now */
 
 /* Reads control.txt if it was changed since the last read. Programs that change it count their changes, so a call makes no system call;
- * the file itself is looked at a few times a second, for a person who edits it. */
+ * the file itself is looked at a few times a second, because a person may edit it. */
 static void refresh(void) {
     static struct stat last;
     static int known;

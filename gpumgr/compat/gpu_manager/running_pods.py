@@ -140,7 +140,8 @@ class TakeOver:
         except InputError as error:
             if self._unreadable != str(error):
                 self._unreadable = str(error)
-                log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence="it is read again at the next start")
+                consequence = "nothing is taken over; it is read again until GPUs are offered, and at the next start"
+                log.error("gpu_manager_checkpoint_unreadable", error=str(error), consequence=consequence)
         return self._records
 
     async def _take(self, records: Sequence[AnonymousRecord] | None) -> None:

@@ -74,7 +74,7 @@ class SimulatedNode:
     # -- the agent ---------------------------------------------------------------------------------------------------------
 
     async def start_agent(self, environ: Mapping[str, str] | None = None) -> None:
-        """Starts the agent; returns when the kubelet can allocate its ids. Raises AgentEndedError."""
+        """Starts the agent; returns when the kubelet can allocate the agent's device ids. Raises AgentEndedError."""
         await self.agent.start(environ)
         await self.until_offered()
 

@@ -45,7 +45,7 @@ class AgentLog:
         return [line for line in self.lines if wanted.items() <= line.items()]
 
     async def until(self, event: str, *, since: int = 0, **fields: object) -> Line:
-        """Waits for a line with this event and these fields. `since`: the number of lines to skip."""
+        """Returns the first line with this event and these fields, or waits for it. `since`: the number of lines to skip."""
         return await self.until_match(lambda line: {"event": event, **fields}.items() <= line.items(), since=since)
 
     async def until_match(self, matches: Callable[[Line], bool], *, since: int = 0) -> Line:

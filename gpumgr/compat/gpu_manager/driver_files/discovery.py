@@ -115,7 +115,7 @@ def find_libraries(root: Path, prefixes: Sequence[str], machines: Collection[str
     """The root's libraries with names that begin with one of `prefixes`, in the loader's order. Libraries that the cache lists for other
     machines are left out. Raises OSError, DriverFilesError."""
     cached = [entry for entry in parse_cache(_read_cache(root)) if entry.machine is None or entry.machine in machines]
-    # If the cache has no such library, it is older than the driver, or the loader does not search the driver's folder.
+    # A cache without such a library is older than the driver, or the loader does not search the driver's folder.
     return _resolve_all(root, _matching(cached, prefixes)) or _resolve_all(root, _matching(_scan(root), prefixes))
 
 

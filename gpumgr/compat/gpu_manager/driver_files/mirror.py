@@ -105,7 +105,7 @@ def prune(base: Path, in_use: Collection[str], *, grace_seconds: float, now_seco
     """Removes versions that no link has pointed to, and no process has mounted, for more than `grace_seconds`; returns their names.
     `in_use`: the names of mounted versions. Raises DriverFilesError.
 
-    The grace covers a container at its start: its mount is resolved, but no process has the mount yet.
+    The grace is for a container that starts: the link in its mount is already resolved, but no process has the mount yet.
     """
     versions = base / VERSIONS
     removed: list[str] = []

@@ -133,8 +133,8 @@ static Buffer request(const char *pod_uid, const char *bus_id, const char *conta
 
 /* -- HPACK, the parts that a response needs ------------------------------------------------------------------------------ */
 
-/* Lengths in bits of the codes of 0..255 and of the end mark (RFC 7541, appendix B). Within a length the codes ascend with the
- * symbols, and each length goes on where the shorter one ended, so the lengths say all. */
+/* Lengths in bits of the codes of 0..255 and of the end mark (RFC 7541, appendix B). The lengths determine the codes: within a length the
+ * codes ascend with the symbols, and the first code of a length follows the last code of the shorter length. */
 static const unsigned char code_length[257] = {
     13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28,
     28, 28, 28, 28, 28, 28, 28, 28, 6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6,

@@ -134,8 +134,8 @@ class ContainerSlot:
             files.replace(self.folder, files.PIDS, pack_pids([INIT_PID]))
 
     def take_over(self) -> None:
-        """Adopts the files of an earlier agent. All pids in pids.config count as registered, because no file records which ones were.
-        Raises Refusal for names that do not fit, and OSError."""
+        """Adopts the files of an earlier agent. All pids in pids.config count as registered, because no file records which processes have
+        registered. Raises Refusal for names that do not fit, and OSError."""
         with self._lock:
             self._write_config()
             known = unpack_pids(files.read(self.folder, files.PIDS) or b"")
