@@ -19,8 +19,8 @@ from gpumgr.ledger.callers import (
     Caller,
     find_caller,
     handed_on,
+    init_holder,
     next_container,
-    reuser,
     waits_for,
 )
 from gpumgr.ledger.choose import Request
@@ -110,7 +110,7 @@ class Admission:
         """Like `identify`, for an Allocate without a GetPreferredAllocation: the container takes over ids of an init container, or the
         Topology Manager left no choice."""
         size, last = count(masks), self._last(ledger)
-        left_by = reuser(ledger, resource, masks)
+        left_by = init_holder(ledger, resource, masks)
         if (
             left_by is not None
             and last is not None
@@ -122,7 +122,7 @@ class Admission:
             # The ids are held, but their holder may have just ended: without `List` this call would be refused.
             if last is not None and (pod := last.pod if last.pod in listing.pods else self._likely(ledger, listing)) is not None:
                 ledger = handed_on(named_by(ledger, listing, self._pods.get, self._granted), resource, masks, pod)
-                left_by = reuser(ledger, resource, masks)
+                left_by = init_holder(ledger, resource, masks)
                 if left_by is not None and last.same_pod(left_by) and not self._is_complete(ledger, left_by):
                     return ledger, Caller(pod=pod, continues=self._open(ledger, pod, resource, size))
             ledger = await self._corrected(ledger, listing, resource, masks)
@@ -244,8 +244,8 @@ class Admission:
         """The only known container that the call can be for (UNKNOWN_CALLER: there is none); else what `List` returns. `list_failed`: it
         has just failed. Raises ListFailedError.
 
-        `List` must also confirm a single candidate for replicas, or if the scheduler chose its GPUs. A wrong guess would grant another
-        pod's amounts or GPUs.
+        For replicas, and for GPUs that the scheduler chose, a single candidate is not sufficient: `List` must confirm it. A wrong guess
+        would grant another pod's amounts or GPUs.
         """
         callers = self._candidates(ledger, resource, size, masks)
         if not callers:

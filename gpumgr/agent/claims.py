@@ -224,7 +224,8 @@ class NodeClaims:
     def _decide(
         self, claim: AllocatedClaim, pods: Sequence[ClaimPod], call: object, adopted: bool, ledger: Ledger
     ) -> tuple[Ledger, Sequence[HistoryEntry], tuple[Sequence[Allocation], bool]]:
-        """Returns also the allocations, and whether they are new (False: a simultaneous call made them). Raises Refusal."""
+        """Grants the claim, as a `Decision`. Its result: the allocations, and whether they are new (False: a simultaneous call made them).
+        Raises Refusal."""
         if call not in self._preparing:
             raise _overtaken(claim.ref)
         if held := ledger.of_claim(claim.ref.uid):

@@ -37,7 +37,7 @@ def _content(entry: HistoryEntry) -> HistoryEntry:
 
 
 def about(holder: Allocation, entry: HistoryEntry) -> HistoryEntry:
-    """The entry with the holder's id and container, and with its pod and GPUs if the entry has none."""
+    """The entry with the allocation's id and container; also with its pod and GPUs if the entry has none."""
     return replace(
         entry,
         id=holder.id,
@@ -115,7 +115,7 @@ class History:
                 self._grants[oldest.id].append(oldest)
 
     async def run(self) -> NoReturn:
-        """A failed write is retried."""
+        """Saves new entries shortly after they are added. A failed write is retried."""
         pace = LogPace()
         while True:
             await self._news.wait()

@@ -53,10 +53,10 @@ class HardwareHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The state of the hardware at one instant (immutable), and the settings that decide which part is offered.
 
-    `replicas`: how many ids of nvidia.com/gpu each GPU offers; `scaling`: factors of its memory and cores for these. `mig_on_demand`: the
-    profiles of MIG devices that are created for containers, on GPUs that then have no shares (empty: all profiles; None: no device is
-    created). `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now. `burst_mebibytes`: GPU -> memory
-    that containers hold above their requests.
+    `replicas`: how many ids of nvidia.com/gpu each GPU offers; `scaling`: how many times these ids may grant its memory and its cores.
+    `mig_on_demand`: the profiles of MIG devices that are created for containers, on GPUs that then have no shares (empty: all profiles;
+    None: no device is created). `mig_blocked`: GPU's UUID -> memory slices, as bits, where no MIG device can be created now.
+    `burst_mebibytes`: GPU -> memory that containers hold above their requests.
     """
 
     snapshot: NodeSnapshot = EMPTY

@@ -50,8 +50,8 @@ EVICTED = "GpuDrained"
 
 
 class MaintenanceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`gpu` is any name that `find_gpu` accepts. `reason` is the operator's text. `evict` and `again` concern drains; `again`: the GPU must
-    be cordoned already."""
+    """`gpu` is any name that `find_gpu` accepts. `reason` is the operator's text. `evict` and `again` concern drains; `again`: it repeats
+    an earlier drain, so the GPU must be cordoned already."""
 
     action: Action
     gpu: str
@@ -74,7 +74,8 @@ class HealthOverrides(Protocol):
         ...
 
     async def processes(self, uuid: str) -> Sequence[GpuProcess] | None:
-        """None: the driver does not list them, or the GPU answers with an error. Raises NvmlError if the driver does not answer."""
+        """The processes on the GPU. None: the driver does not list them, or the GPU answers with an error. Raises NvmlError if the driver
+        does not answer."""
         ...
 
 

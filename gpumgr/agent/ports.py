@@ -89,7 +89,7 @@ class Enforcement(Protocol):
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Call it before a container gets these GPUs whole: frees them from mechanisms of shares (an MPS daemon). Raises Refusal."""
+        """Call it before a container gets these GPUs whole: ends what limited shares on them (an MPS daemon). Raises Refusal."""
         ...
 
 

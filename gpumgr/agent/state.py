@@ -82,7 +82,7 @@ class DeviceListPublisher:
         return any(each.healthy_blocks & ~visible[each.gpu.name] for each in self._sent)
 
     def visible_blocks(self, settle_seconds: float = SETTLE_SECONDS) -> Masks:
-        """Memory blocks that are Healthy since `settle_seconds` or longer."""
+        """The memory blocks that have been Healthy in the sent lists for `settle_seconds` or longer."""
         now = self._clock()
         result = {}
         for each in self._sent:

@@ -1,8 +1,8 @@
 """Identifies the container for which the kubelet calls the device plugin. The call names no pod, but the kubelet admits containers one
 after another.
 
-PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if its
-first container that lacks ids requests as many ids of the resource as the call.
+PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if
+the call requests the resource and number of ids that the pod's first container without ids lacks.
 """
 
 from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ def find_caller(
     return max(candidates, key=lambda c: c[:4])[4] if candidates else None
 
 
-def reuser(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
+def init_holder(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
     """The init container's allocation with ids that this call takes over; None if the ids are new."""
     holders = [a for a in ledger.holders(resource, masks) if a.init]
     for holder in holders:

@@ -1,5 +1,5 @@
-"""GetPreferredAllocation: selects GPUs on which both resources of the container fit, and the pod's later containers that must use the same
-ids. Then picks ids of the requested resource on these GPUs."""
+"""GetPreferredAllocation: selects GPUs that have room for both resources of the container, and for the pod's later containers that must use
+the same ids. Then picks ids of the requested resource on these GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce

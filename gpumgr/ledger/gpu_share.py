@@ -3,7 +3,8 @@
 A limit has one of these strengths:
 * hard: the driver or the MPS daemon enforces the limit for all processes of the container together. Only a container that runs as root can
   exceed it.
-* soft: a library enforces the limit, or the limit applies to each process separately. A program can get around it; gpumgr reports that.
+* soft: a library enforces the limit, or the limit applies to each process separately. A program can exceed or bypass it, which gpumgr
+  reports.
 * none: there is no limit.
 """
 
@@ -95,7 +96,8 @@ def _ranges(indices: Sequence[int]) -> Iterator[str]:
 
 
 class EnforcementTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a container is limited, as decided at the grant: see Allocation."""
+    """How a container is limited, as decided at the grant. `exemption`: the namespace or namespace/serviceaccount for which the operator
+    set other mechanisms. `cdi`: the response names a CDI device."""
 
     mechanisms: tuple[str, ...] = ()
     exemption: str | None = None

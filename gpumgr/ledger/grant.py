@@ -108,7 +108,7 @@ def refuse_unfit(node: NodeView, fresh: Masks, resource: Resource) -> None:
 def _refuse_shape(
     node: NodeView, ledger: Ledger, caller: Caller, resource: Resource, masks: Masks, fresh: Masks, own: Allocation | None
 ) -> None:
-    """Checks the new ids (`fresh`); ids of the pod's init containers need not be a valid placement."""
+    """Refuses new ids (`fresh`) that are no valid placement. Ids that are taken over from init containers are not checked."""
     if not fresh:
         return
     whole = own.whole if own else caller.spec.cores >= CORES_PER_GPU if caller.spec else None

@@ -2,7 +2,7 @@
 
 The rules of ListAndWatch:
 * Each response has every id of every registered GPU, because the kubelet crashes if an id vanishes during its allocation.
-* All ids of a failed GPU are Unhealthy. If a GPU is closed for a resource (quarantine, MIG, maintenance), only used ids of it are Healthy.
+* All ids of a failed GPU are Unhealthy. If a GPU is closed for a resource (quarantine, MIG, maintenance), only its used ids are Healthy.
 * A free replica (an id of `nvidia.com/gpu`) is Unhealthy while its GPU has no free cores or no free memory.
 * Once a container has a whole GPU, the GPU's free memory blocks become Unhealthy, so that the scheduler does not count them. They stay
   Healthy while the kubelet may still allocate the container's memory, which is a call of its own (`open_ids`).

@@ -245,7 +245,7 @@ def migrate(
     now: float,
 ) -> Rebuilt:
     """Adds gpu-manager's records. Their ids name no GPU, so the ledger reserves gpumgr's ids on the recorded GPUs until the pods end. A
-    container in `ledger` only gets GPUs that were not known at the last read."""
+    container that `ledger` has already gets only the GPUs that were missing before."""
     known = {(a.uid, a.container): a for a in ledger.allocations.values()}
     added, problems, left = list[Allocation](), list[str](), list[AnonymousRecord]()
     for record in records:

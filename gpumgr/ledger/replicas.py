@@ -5,8 +5,8 @@
   on a GPU that it shares with other pods.
 * Replicas of the pod's own init containers may be taken over. An init container is placed where the containers after it fit, too.
 * On a GPU with MIG profiles a replica is a MIG device that is created for the container. The device of an init container is large enough
-  for the containers that take it over. A container has MIG devices or shares of other GPUs, not both, because its environment names one
-  kind.
+  for the containers that take it over. A container has MIG devices or shares of other GPUs, not both, because the response names
+  only one kind.
 
 Source of the rules: HAMi 2.10, the method Fit for NVIDIA's GPUs (pkg/device/nvidia/device.go). The amounts are only in the pod, so a pod
 that is not known is refused.

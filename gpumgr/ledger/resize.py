@@ -1,8 +1,8 @@
 """Resize: the annotation `gpumgr.io/resize` changes how much a running container may use of its GPUs. Pure.
 
-A request is decided once, by what its GPUs have left then. Growth uses first what is free, then what other containers may no longer use
-after a resize, then memory that suspended containers lend. Lent memory is used like a burst: when the lenders resume, they get back what
-is not in use.
+A request is decided once, by what is left on the container's GPUs at that time. Growth uses first what is free, then what other containers
+may no longer use after a resize, then memory that suspended containers lend. Lent memory is used like a burst: when the lenders resume,
+they get back what is not in use.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -50,7 +50,7 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 def decide(ledger: Ledger, allocation: Allocation, asked: ResizeRequest, around: Surroundings) -> Allocation | Waits:
-    """The allocation with the decision; Waits if it is not possible yet."""
+    """The allocation with the decision; Waits if a decision is not possible yet."""
     try:
         _refuse_fixed(allocation, asked)
         resized = replace(allocation, resize=Resize(asked=asked, amounts=_wanted(allocation, asked)))

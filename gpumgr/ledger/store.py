@@ -246,8 +246,8 @@ def prepare(folder: Path) -> Path:
     path = folder / NAME
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # sqlite creates its -wal and -shm files with the mode of this file. No descriptor of it may be closed while a connection is open:
-        # closing it drops sqlite's locks.
+        # sqlite creates its -wal and -shm files with the mode of this file. While a connection is open, no descriptor of this file may be
+        # closed, because that drops sqlite's locks.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(descriptor, 0o600)

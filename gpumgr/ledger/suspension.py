@@ -31,10 +31,10 @@ _NAMED: Final = 3
 
 
 class Suspension(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one allocation; an allocation without one runs. `processes`: of the container when its suspension began. `required`:
-    pids of the processes that had memory on a GPU; while they exist, the driver must report their state. `memory_bytes`: what they had on
-    each GPU. `asked_at`: when the resume was requested, in unix seconds. `demanded`: by the annotation gpumgr.io/suspend. `reason`: why a
-    resume waits, or why it failed."""
+    """The state of one allocation; an allocation without one runs. `processes`: the container's when its suspension began.
+    `required`: pids of the processes that had memory on a GPU; while they exist, the driver must report their state. `memory_bytes`: GPU ->
+    the memory that the container had there. `asked_at`: when the resume was requested, in unix seconds. `demanded`: the annotation
+    gpumgr.io/suspend demanded the suspension. `reason`: why a resume waits, or why it failed."""
 
     state: State
     demanded: bool = False

@@ -1,9 +1,9 @@
 """Frees allocations when the kubelet frees their ids, and corrects the pod and container that they name.
 
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
-* `freed_by_offer`: GetPreferredAllocation offers its ids, a `List` during that call does not show it with its ids, and its pod has ended.
-* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (2 if the API server has no such pod). One call proves
-  nothing, because `List` is incomplete after a kubelet restart.
+* `freed_by_offer`: GetPreferredAllocation offers its ids, `List` does not show these ids during that call, and its pod has ended.
+* `sweep`: its pod has ended, or `patience` calls of `List` in a row do not show it (at most 2 if the API server has no such pod). One call
+  proves nothing, because `List` is incomplete after a kubelet restart.
 
 After the loss of its checkpoint the kubelet offers the ids of running pods, and lists these pods without ids. So the callers pass which
 pods have ended.
@@ -59,7 +59,7 @@ def not_shown(
 
 
 def freed_by_offer(ledger: Ledger, gone: Collection[Allocation], visible: Shown, listing: Listing, find_pod: FindPod) -> Ledger:
-    """The ledger without these allocations of ended pods, and without other allocations of the same pods that `List` does not show."""
+    """The ledger without `gone`, the allocations of ended pods, and without the other allocations that end with them."""
     order = list(ledger.allocations)
 
     def shares_the_end_of(g: Allocation, a: Allocation) -> bool:
@@ -225,8 +225,8 @@ def _named(a: Allocation, visible: Shown, find_pod: FindPod, find_uid: Callable[
 
 
 def _ended(a: Allocation, find_pod: FindPod) -> bool:
-    """An ended pod holds nothing, even if an older kubelet still lists it. Without a UID its end is not known: an earlier pod may have had
-    the name."""
+    """Whether the allocation's pod has ended: then the pod holds nothing, even if an older kubelet still lists it. Without a UID this is
+    not known, because an earlier pod may have had the same name."""
     view = find_pod(a.pod) if a.pod else None
     return view is not None and view.ended and a.uid == view.uid
 

@@ -23,7 +23,7 @@ _FIELDS: Final = {*Allocation.__struct_fields__} - {"id", "device_ids"}
 _encoder = msgspec.json.Encoder()
 _UNSET: Final = Allocation(id="")
 
-#: The note that the ledger was lost and is not completely rebuilt yet, so that an agent that starts in between completes it.
+#: The checkpoint has this note while a lost ledger is not completely rebuilt, so that an agent that starts then continues the rebuild.
 LOST_NOTE: Final = "ledger_lost"
 #: A remedy for `decode_note`.
 DELETE_IT: Final = ", or delete its row from the table notes of the checkpoint's database"
@@ -72,7 +72,8 @@ def decode_entry(number: int, record: bytes, sum_: int) -> HistoryEntry | None:
 
 
 def checksum(*texts: str) -> int:
-    """CRC-32 of the texts, each with a terminating NUL. sqlite checks the structure of its file; this finds a flipped bit in a row."""
+    """CRC-32 of the texts, each with a terminating NUL. sqlite checks only the structure of its file; this checksum finds a flipped
+    bit in a row."""
     result = 0
     for text in texts:
         result = zlib.crc32(text.encode() + b"\0", result)

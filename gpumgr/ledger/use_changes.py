@@ -80,9 +80,9 @@ KnownProcesses = Mapping[Process, KnownProcess]
 def update_unattributed(
     known: KnownProcesses, use: NodeUse, started: Mapping[int, int], *, now: float
 ) -> tuple[KnownProcesses, Mapping[Process, Sequence[UnattributedProcess]]]:
-    """The unattributed processes after a sample, and the ones to report, by pid. `started`: pid -> start time in clock ticks since boot,
-    for the processes that run. `now`: monotonic seconds. A process stays known while its GPU's list can't be read, or its container is
-    unknown."""
+    """The unattributed processes after a sample, and the ones to report, with their use of each GPU. `started`: pid -> start time in clock
+    ticks since boot, for the processes that run. `now`: monotonic seconds. A process stays known while its GPU's list can't be read, or its
+    container is unknown."""
     here: dict[Process, list[UnattributedProcess]] = {}
     for (_, pid), found in sorted(use.unattributed.items(), key=lambda item: (item[0][1], item[0][0])):
         if pid in started:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCE_NAMES, RESOURCES, Amounts
 from gpumgr.ledger import sweep as sweeping
-from gpumgr.ledger.callers import Caller, FindPod, find_caller, handed_on, next_container, reuser, waits_for
+from gpumgr.ledger.callers import Caller, FindPod, find_caller, handed_on, init_holder, next_container, waits_for
 from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.sweep import Swept, freed_by_offer, named_by, not_shown, shown
@@ -414,7 +414,7 @@ def test_ids_that_are_passed_on_were_an_init_containers() -> None:
 def test_ids_of_an_init_container_are_taken_over_until_an_app_has_them() -> None:
     prepare = held("i", {ONE: 0b1111}, container="prepare", init=True)
     ledger = ledger_of(prepare, held("m", {ONE: 0b0011}))
-    assert [reuser(ledger, "core", {ONE: mask}) for mask in (0b0100, 0b0011, 0b10000)] == [prepare, None, None]
+    assert [init_holder(ledger, "core", {ONE: mask}) for mask in (0b0100, 0b0011, 0b10000)] == [prepare, None, None]
 
 
 def test_a_caller_without_a_spec_owns_no_allocation() -> None:
