@@ -145,7 +145,7 @@ class Session:
     async def open(self) -> None:
         """Loads the library and initialises NVML; closes an earlier session first.
 
-        While a call about a GPU hangs, the earlier session can't end. It continues if the driver answers other calls.
+        While a call about a GPU hangs, the earlier session can't end. Then this session continues, if the driver answers other calls.
         """
         async with self._session_lock:
             if self._opened and any(gpu is not None for gpu in self._worker.stuck):

@@ -128,7 +128,7 @@ ReportUnlimited = Callable[[GpuShare, str], None]
 
 
 class Unlimited(Backend):
-    """Sets no limits, and reports that."""
+    """Sets no limits, and reports each start of a container as unlimited."""
 
     name: BackendName = "none"
     limits: Mapping[Resource, Strength] = {}
@@ -228,6 +228,6 @@ def override_for(overrides: Sequence[str], pod: PodView | None) -> tuple[str, st
 
 def mechanisms_for(setting: str, able: Strengths, node: Mechanisms) -> Mechanisms:
     """The mechanisms of a share with an override. `node`: the node's mechanisms."""
-    # With MPS, programs get contexts only through the GPU's daemon; "mps-open" gives a container without limits access to it.
+    # With MPS, programs get contexts only through the GPU's daemon; "mps-open" gives a container without limits access to the daemon.
     mechanisms = expand(setting, able)
     return ("mps-open",) if mechanisms == NO_MECHANISM and "mps" in node else mechanisms

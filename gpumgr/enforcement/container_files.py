@@ -86,8 +86,8 @@ class SharedFile:
         os.pwrite(self.descriptor, data, offset)
 
     def check(self, *, short: bool = False) -> int:
-        """Returns the size in bytes. Raises OSError if the path names another file, the file has a second name, or it is too short (allowed
-        with `short`)."""
+        """Returns the size in bytes. Raises OSError if the path names another file, the file has a second name, or the file is too short
+        (allowed with `short`)."""
         found = os.fstat(self.descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is not a regular file")

@@ -2,8 +2,8 @@
 controller.
 
 Beyond the hard limit an allocation fails with CUDA's out-of-memory error. Neither cores nor managed memory in the host's memory are
-limited. No soft limit (a guarantee) is set: the driver would add it to the cgroup's ancestors, too, where it would stay after the runtime
-removes the cgroup. The hard limits leave each container its share.
+limited. No soft limit (a guarantee) is set: the driver would also add it to the cgroup's ancestors, and there it would stay after the
+runtime removes the cgroup. The hard limits leave each container its share.
 
 A cgroup exists only while its container runs, so the limit is set when the container is first listed. The kernel silently refuses a limit
 below the present use, so each limit is read back. A container that the runtime does not list gets no limit, so no container starts while

@@ -89,7 +89,7 @@ def install(checked: CheckedLibrary, folder: Path, name: str) -> Path:
 
 
 def install_preloaded(checked: CheckedLibrary, folder: Path, name: str, path_in_container: str) -> None:
-    """Installs a library and, beside it, the list that preloads it. Raises LibraryError, OSError."""
+    """Installs a library and, beside it, the file ld.so.preload that names it. Raises LibraryError, OSError."""
     preload = install(checked, folder, name).with_name(PRELOAD)
     content = f"{path_in_container}\n".encode()
     if not preload.is_file() or preload.read_bytes() != content:

@@ -53,14 +53,15 @@ class Monitor:
     def close(self) -> None:
         """Closes the files, also if called again; later checks do nothing."""
 
-    def _first(self, what: str) -> bool:
+    def _is_first(self, what: str) -> bool:
+        """Whether this is the first report of `what`."""
         new = what not in self._reported
         self._reported.add(what)
         return new
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
         """The finding, once, that the files can't be used."""
-        if self._first("broken"):
+        if self._is_first("broken"):
             files, file = self._names
             message = (
                 f"the limits of {tenant.describe()} can't be monitored: {files} can't be used ({reason}); "
@@ -121,7 +122,7 @@ class PreloadedBackend(Backend, Generic[_M]):
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
         """The mounts of the library, which is installed here already. If the agent is updated before the container starts, the new agent
         installs only its own version, and the runtime would make a folder at the path of a missing file."""
-        with suppress(LibraryError, OSError):  # the start reports it
+        with suppress(LibraryError, OSError):  # the container's start reports the error
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)
         return (

@@ -55,7 +55,7 @@ class Bursts:
     ) -> None:
         self._agent_state, self._pods, self._events, self._obstacle = agent_state, pods, events, obstacle
         #: The settings in force.
-        self.rule = EnforcementSettings()
+        self.settings = EnforcementSettings()
         #: The containers with a higher limit than their request, and those with memory left from an earlier higher limit.
         self._above: frozenset[AllocationOnGpu] = frozenset()
         self._memories: Mapping[AllocationOnGpu, ContainerMemory] = {}
@@ -87,7 +87,7 @@ class Bursts:
         self.growing = ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
-        """Adds the limits of bursts to `shares` and `use`. Call it once for each evaluation, with the state of this ledger."""
+        """Adds the limits of bursts to `shares` and `use`. Call it once for each evaluation. `shares` and `use` are of this ledger."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
         limits = self._demanded(ledger, {name: gpu.memory_mebibytes for name, gpu in gpus.items()}, shares, use)
         self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
@@ -128,7 +128,7 @@ class Bursts:
         limits, ignored = dict[AllocationOnGpu, int](), dict[Subject, str]()
         for allocation in (ledger.allocations[name] for name in shares):
             found = {gpu: allocation.limits_on(gpu).memory_mebibytes for gpu in allocation.gpus if allocation.lent_on(gpu)}
-            obstacle = self._obstacle(allocation.mechanisms) if self.rule.memory_burst else _OFF
+            obstacle = self._obstacle(allocation.mechanisms) if self.settings.memory_burst else _OFF
             by_user = views_by_user(allocation, self._pods)
             if not by_user and obstacle is None:
                 used = {gpu: use.containers[allocation.id, gpu] for gpu in allocation.gpus}
@@ -138,7 +138,7 @@ class Bursts:
                 if not (view.memory_limits or view.memory_limits_ignored):
                     continue  # most pods have no such annotation
                 others = [a for a in ledger.of(share.pod, share.uid) if a.id != share.id]
-                most = self.rule.max_growth_memory_mebibytes
+                most = self.settings.max_growth_memory_mebibytes
                 try:
                     wanted = wanted_limits(share, view, others, sizes, obstacle=obstacle, most_mebibytes=most)
                 except ValueError as error:
@@ -160,13 +160,13 @@ class Bursts:
         if self.in_force.latest is not None or self.in_force.knows((a.id, gpu)):
             return False
         beyond = (used_bytes or 0) > (a.held_on(gpu).memory_mebibytes << 20) + self._slack_bytes
-        demanded = self.rule.memory_burst or any(view.memory_limits for view, _ in views_by_user(a, self._pods))
+        demanded = self.settings.memory_burst or any(view.memory_limits for view, _ in views_by_user(a, self._pods))
         return a.resize is not None or ((beyond or demanded) and self._obstacle(a.mechanisms) is None)
 
     @property
     def _slack_bytes(self) -> int:
         """A burst of at most this size prevents no start of another container."""
-        return self.rule.over_limit_slack_mebibytes << 20
+        return self.settings.over_limit_slack_mebibytes << 20
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU: 0 if it is suspended; during a suspension or a resume
@@ -226,7 +226,7 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other container on the GPU -> the bytes by which its limit exceeds the larger of its use and what is set aside for it."""
+        """Other container on the GPU -> the bytes of its limit beyond its use, and beyond the memory that is set aside for it."""
         reach = {}
         for other in self._agent_state.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):

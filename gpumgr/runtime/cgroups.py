@@ -3,8 +3,8 @@
 Needs the host's pid and cgroup namespaces (a service of the host has both). Sources: cgroups(7), proc(5), and the kernel's
 Documentation/admin-guide/cgroup-v2.rst for threaded cgroups.
 
-`memory_path`, `container_id_in` and `own_cgroup` are pure, and accept any text. The names of the kubelet's cgroups (pkg/kubelet/cm), where
-`<uid>` is the pod's UID, for a static pod the 32 hex digits of its file's hash:
+`memory_path`, `container_id_in` and `own_cgroup` are pure, and accept any text. The names of the kubelet's cgroups (pkg/kubelet/cm) are
+as follows. `<uid>` is the pod's UID; for a static pod it is the hash of the pod's file, as 32 hex digits.
 
     cgroupfs driver   [...]/kubepods[/burstable|/besteffort]/pod<uid>/<id>                    (CRI-O: /crio-<id>)
     systemd driver    [...]/kubepods[-burstable|-besteffort]-pod<uid, _ for ->.slice/cri-containerd-<id>.scope   (crio-, docker-)

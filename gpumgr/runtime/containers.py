@@ -176,5 +176,5 @@ class Containers:
 
 
 def _located(listed: Container, before: Container | None) -> Container:
-    """The container with the cgroup and, while it runs, the first process that were found before."""
+    """Keeps the cgroup that was found before; for a running container also the first process."""
     return replace(listed, pid=before.pid if listed.running else None, cgroup=before.cgroup) if before else listed

@@ -99,7 +99,7 @@ class MemoryLimitWatcher:
         self._findings = FindingsReporter(self._events, count=meter.found, clock=owners.clock)
 
     def apply(self, settings: EnforcementSettings) -> None:
-        self._rule = self.bursts.rule = settings
+        self._settings = self.bursts.settings = settings
         self.suspensions.when_idle_seconds = settings.suspend_when_idle_seconds
 
     # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -192,29 +192,29 @@ class MemoryLimitWatcher:
     # -- memory ------------------------------------------------------------------------------------------------------------
 
     def _check_limits(self, uses: Sequence[ContainerUse]) -> None:
-        rule = self._rule
-        slack_bytes = rule.over_limit_slack_mebibytes << 20
-        change = apply_readings(self._limit_state, uses, samples=rule.over_limit_samples, slack_bytes=slack_bytes)
+        settings = self._settings
+        slack_bytes = settings.over_limit_slack_mebibytes << 20
+        change = apply_readings(self._limit_state, uses, samples=settings.over_limit_samples, slack_bytes=slack_bytes)
         self._limit_state = change.state
         for use in change.began:
             self._meter.went_over()
             log.warning("container_over_limit", **_log_fields(use))
             self._events.add(use.allocation, OVER_LIMIT, self._over_limit_message(use), use.gpu)
-            if rule.evict and (why := self._evictions.obstacle(use)):
+            if settings.evict and (why := self._evictions.obstacle(use)):
                 log.warning("not_evicted", allocation=use.allocation, holder=use.describe(), reason=why)
-        over = self._limit_state.over if rule.evict else ()
+        over = self._limit_state.over if settings.evict else ()
         self._evictions.request([use for use in uses if (use.allocation, use.gpu) in over])
         for use in change.ended:
             log.info("container_within_limit", **_log_fields(use))
 
     def _over_limit_message(self, use: ContainerUse) -> str:
         """The message lacks the amount in use (see log and metrics), so that Kubernetes counts all repetitions as one Event."""
-        rule = self._rule
+        settings = self._settings
         return (
             f"container {use.container or '?'} is over its limit: it may use {(use.memory_limit_bytes or 0) >> 20} MiB of memory on "
-            f"{use.uuid} and used more than that and the tolerance of {rule.over_limit_slack_mebibytes} MiB in {rule.over_limit_samples} "
-            f"samples in a row; reduce its use, or request more {MEMORY_RESOURCE}"
-            + ("; the pod is evicted" if rule.evict and self._can_evict else "")
+            f"{use.uuid}, and used more than this plus the tolerance of {settings.over_limit_slack_mebibytes} MiB in "
+            f"{settings.over_limit_samples} samples in a row; reduce its use, or request more {MEMORY_RESOURCE}"
+            + ("; the pod is evicted" if settings.evict and self._can_evict else "")
         )
 
     # -- unattributed processes --------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def _surroundings(
         used_bytes={place: None if place[0] in moved else each.memory_bytes for place, each in use.containers.items()},
         most_bytes=bursts.most_bytes,
         memory_mebibytes={name: gpu.memory_mebibytes for name, gpu in gpus.items()},
-        most=Amounts(bursts.rule.max_growth_cores, bursts.rule.max_growth_memory_mebibytes),
+        most=Amounts(bursts.settings.max_growth_cores, bursts.settings.max_growth_memory_mebibytes),
         obstacle=obstacle,
         away={name for name, each in agent_state.suspensions.items() if each.away and each.asked_at is None},
         listed=listed,

@@ -77,7 +77,7 @@ class Suspensions:
         #: When containers may be suspended again.
         self._again_at: dict[AllocationId, float] = {}
         self._tasks: dict[AllocationId, asyncio.Task[None]] = {}
-        #: When the reason why a resume waits was last saved, and the words of its last event.
+        #: When the reason of a waiting resume was last saved, and the words of the last event about it.
         self._reported: dict[AllocationId, tuple[float, Sequence[str]]] = {}
         #: Set by each change of a state.
         self._changed = asyncio.Event()

@@ -140,7 +140,7 @@ class RegionMonitor(Monitor):
         return list(repairs.drifted(seen, self._written))
 
     def _damaged(self, tenant: GpuShare, seen: RegionView) -> Iterable[Finding]:
-        if seen.problem is not None and self._first("damaged"):
+        if seen.problem is not None and self._is_first("damaged"):
             message = (
                 f"{tenant.describe()} damaged HAMi-core's region ({seen.problem}); its limits still apply, "
                 "but its own processes may fail: restart the container"
@@ -178,7 +178,7 @@ class RegionMonitor(Monitor):
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1
-            if (late := self._wrong_hosts[host] >= CHECKS_WRONG_HOST) and self._first("host"):
+            if (late := self._wrong_hosts[host] >= CHECKS_WRONG_HOST) and self._is_first("host"):
                 self._pending.append(self._tampered(running.tenant, [f"{repair.message} at {CHECKS_WRONG_HOST} checks"]))
             if late or not later:
                 yield repair

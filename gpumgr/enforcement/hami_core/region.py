@@ -1,7 +1,7 @@
 """A region: the file with limits and use that HAMi-core's library ("the library") and the agent share.
 
-The container may have written any bytes, so `decode` bounds every value or leaves it out. The agent never takes the region's locks: in the
-container's pid namespace it would seem a dead holder.
+The container may have written any bytes, so `decode` bounds every value or leaves it out. The agent never takes the region's locks: a
+process in the container's pid namespace would take the agent for a dead holder.
 """
 
 import ctypes

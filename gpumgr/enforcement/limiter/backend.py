@@ -1,9 +1,10 @@
 """Backend "limiter": gpumgr's own library in each process of the container counts memory before it asks the driver, and holds launches
 until the arbiter (a thread of the agent) gives the container its turn.
 
-The library, the list that preloads it, and the pages (small files through which agent, arbiter and library communicate) are mounted below
-/etc. A restarted container gets the same copy of the library, even after an update of the agent, since the kubelet reuses the mounts of
-the first answer. So the pages' names have a version. Without an agent the library limits the container by itself.
+The library and the pages (small files through which agent, arbiter and library communicate) are mounted below /etc/gpumgr, and
+/etc/ld.so.preload names the library. A restarted container gets the same copy of the library, even after an update of the agent, since the
+kubelet reuses the mounts of the first answer. So the pages' names have a version. Without an agent the library limits the container by
+itself.
 """
 
 import asyncio

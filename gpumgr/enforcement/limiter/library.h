@@ -79,7 +79,7 @@ int gm_gpu_of_device(CUdevice device);
 /* The device of the thread's current context, -1 without one; and its index into the pages' gpu[]. */
 CUdevice gm_current_device(void);
 int gm_current_gpu(void);
-/* Disables the library in this process: every hook passes from now on. Says why on stderr and in the page, once. */
+/* Disables the library in this process: from now on every wrapper only calls the driver. Says why on stderr and in the page, once. */
 void gm_disable(const char *why, const char *remedy);
 /* Frees the slots of processes of this PID namespace that have died; returns how many. */
 int gm_reap_slots(void);

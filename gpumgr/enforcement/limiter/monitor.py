@@ -204,7 +204,7 @@ class PageMonitor(Monitor):
 
     def _disabled(self, tenant: GpuShare, slots: Sequence[Slot]) -> Iterator[Finding]:
         faulty = [slot for slot in slots if slot.fault is not None]
-        fresh = [slot for slot in faulty if self._first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
+        fresh = [slot for slot in faulty if self._is_first(f"fault of {slot.pid}")] if self._faults < _MOST_FAULTS else []
         if fresh:
             self._faults += len(fresh)
             found = [f"process {slot.pid} ({slot.fault})" for slot in fresh]
@@ -213,13 +213,13 @@ class PageMonitor(Monitor):
                 "restart the container, or use another backend if this repeats"
             )
             yield finding(tenant, "broken", message)
-        if len(slots) == pages.SLOTS and self._first("slots"):
+        if len(slots) == pages.SLOTS and self._is_first("slots"):
             message = (
                 f"{tenant.describe()} has more processes that use CUDA than gpumgr's library counts ({pages.SLOTS}): further ones get no "
                 "memory and share one turn; end processes"
             )
             yield finding(tenant, "broken", message)
-        if any(slot.gpus and slot.gpus[0].unknown for slot in slots) and self._first("unknown"):
+        if any(slot.gpus and slot.gpus[0].unknown for slot in slots) and self._is_first("unknown"):
             message = (
                 f"{tenant.describe()} uses newer versions of CUDA functions than gpumgr's library knows, which it does not limit; "
                 "update gpumgr, or use another backend"
@@ -232,7 +232,7 @@ class PageMonitor(Monitor):
             before, checks = self._overruns.get(page, (use.overruns, 0))
             more = use.overruns > before or self._arbiter.still_runs_past_its_turn(self._numbers[page])
             self._overruns[page] = use.overruns, checks + 1 if more else 0
-            if self._overruns[page][1] == _CHECKS_OVERRUN and self._first(f"overrun {page}"):
+            if self._overruns[page][1] == _CHECKS_OVERRUN and self._is_first(f"overrun {page}"):
                 message = (
                     f"{tenant.describe()} keeps GPU {name} beyond its turns: its kernels run for longer than two turns, or it claims work "
                     "that does not end; it is charged for that time, in which the driver shares the GPU between it and other containers"

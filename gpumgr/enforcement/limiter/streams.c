@@ -11,7 +11,14 @@
 
 #define LEGACY ((CUstream)1)
 #define PER_THREAD ((CUstream)2)
-enum { MOST_SPACING = 256, MOST_UNENDED = 512, MOST_DEPTH = 4, MARKER_US = 1000, AHEAD_US = 4000, NAP_NS = 100000 };
+enum {
+    MOST_SPACING = 256, /* launches between two markers */
+    MOST_UNENDED = 512, /* launches that all markers ahead of the work may cover together */
+    MOST_DEPTH = 4,     /* markers ahead of the work */
+    MARKER_US = 1000,   /* the work that one marker shall cover */
+    AHEAD_US = 4000,    /* the work that may be queued ahead */
+    NAP_NS = 100000,    /* between two attempts to get the flag `held` */
+};
 
 static struct {
     CUresult (*event_create)(CUevent *, unsigned), (*event_destroy)(CUevent), (*record)(CUevent, CUstream), (*record_per_thread)(CUevent, CUstream);

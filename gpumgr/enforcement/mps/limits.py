@@ -66,8 +66,8 @@ class Bounds(msgspec.Struct):
         await self.put(daemon, shares, (), anew=True)
 
     async def restore(self, daemon: DaemonClient, shares: Shares, servers: Collection[int]) -> Tampering | None:
-        """Sets the bound again if a container changed it, and reports that. Sets it also for a new server, so that later changes are
-        detected. Raises MpsError."""
+        """If a container changed the bound, sets it again and returns this tampering. Also sets the bound for a new server, so that later
+        changes are detected. Raises MpsError."""
         if not shares:
             return None
         found = await _read(daemon, servers)

@@ -111,7 +111,7 @@ def daemon_of_others(uuid: str) -> tuple[int, str] | None:
             settings = dict(os.fsdecode(line).partition("=")[::2] for line in lines)
             pipe = settings.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
             visible = settings.get("CUDA_VISIBLE_DEVICES", uuid).split(",")
-            # gpumgr has records of its own daemons.
+            # gpumgr knows its own daemons by their records.
             if Path(pipe).parts[-3:] == own or not any(each.startswith("GPU-") and uuid.startswith(each) for each in visible):
                 continue
             return int(proc.name), pipe

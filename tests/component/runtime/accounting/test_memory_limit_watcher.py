@@ -189,7 +189,7 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     (told,) = node.told
     assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
     assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU0,), 7.0)
-    assert f"may use 512 MiB of memory on {uuid_of(0)} and used more than that and the tolerance of 0 MiB" in told.why
+    assert f"may use 512 MiB of memory on {uuid_of(0)}, and used more than this plus the tolerance of 0 MiB" in told.why
     assert "evicted" not in told.why
     assert not node.publisher.evictions
     assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
