@@ -78,9 +78,9 @@ class Monitor:
         self._unseen = {pid: self._unseen.get(pid, 0) + 1 for pid in pids}
         if late := [f"process {pid}" for pid, count in self._unseen.items() if count == checks]:
             message = (
-                f"{tenant.describe()} uses the GPU without {without} and its limits in {listed(late)}: a program that is linked "
-                f"statically or to musl, loads the driver by itself, or can't load the library (stderr says so) since its folder on "
-                f"the node is mounted noexec; use a dynamically linked glibc image, a folder without noexec, or another backend"
+                f"{tenant.describe()} uses the GPU without {without} and its limits in {listed(late)}: the program is linked "
+                f"statically or to musl, or loads the driver by itself, or the library's folder on the node is mounted noexec (stderr says "
+                f"so); use a dynamically linked glibc image, a folder without noexec, or another backend"
             )
             yield finding(tenant, "unregistered", message)
 

@@ -51,7 +51,7 @@ _REPORT_SECONDS: Final = 60.0
 _LOWER_SECONDS: Final = 12.0
 #: A resume is given up after this many failures. A lack of GPU memory does not count.
 _MOST_FAILURES: Final = 3
-_HOPELESS: Final = "a process of it can't go on: delete the pod, so that a new one starts"
+_HOPELESS: Final = "a process of the container can't go on: delete the pod, so that a new one starts"
 _NO_LIMITER: Final = "only the backend limiter notices that an idle container needs the GPU again"
 
 

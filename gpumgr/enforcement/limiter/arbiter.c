@@ -201,7 +201,7 @@ static void refresh(struct tenant *t, int64_t now) {
 
 /* Whether the tenant wants a turn and is not at its ceiling. */
 static bool may_have(const struct tenant *t) { return t->flags & GM_WANTS && t->bucket_ns >= t->quantum_ns / 4; }
-/* Whether it has the GPU, or has a claim on the next turn. */
+/* Whether the tenant holds the GPU and uses it, or has a claim on the next turn. */
 static bool competes(const struct tenant *t) { return t->gpu->holder == t ? t->flags : may_have(t) && t->debt_ns <= 0; }
 /* The lowest virtual time of the tenants that compete for the GPU, except `but`. If no such tenant competes, the last known value. */
 static int64_t lowest(const struct gpu *g, const struct tenant *but) {

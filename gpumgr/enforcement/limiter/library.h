@@ -71,8 +71,8 @@ struct gm_process {
     uint32_t slot_index;      /* GM_SLOTS without a slot */
     uint32_t pid;
 };
-/* This process and its pages; NULL: it is not limited (there are no pages, or the library has a fault). The first call maps the pages and
- * claims a slot; after a failure the next call tries again. Later calls are cheap. Never call it from dlsym. */
+/* This process and its pages; NULL: the process is not limited (there are no pages, or the library has a fault). The first call maps the
+ * pages and claims a slot; after a failure the next call tries again. Later calls are cheap. Never call it from dlsym. */
 struct gm_process *gm_process(void);
 /* The index into the pages' gpu[] of a device, by its UUID; -1: it is not limited. Needs a cuInit that succeeded. */
 int gm_gpu_of_device(CUdevice device);

@@ -40,7 +40,7 @@ async def set_exclusive(modes: ComputeModes, uuid: str, records: DaemonRecords) 
             log.info("compute_mode_set", gpu=uuid, mode=EXCLUSIVE_PROCESS, before=mode)
     except GpumgrError as error:
         raise MpsError(
-            f"GPU {uuid} can't be put in compute mode EXCLUSIVE_PROCESS, without which containers could use the GPU without MPS: {error}; "
+            f"GPU {uuid} can't be put in compute mode EXCLUSIVE_PROCESS, so containers could use the GPU outside of MPS: {error}; "
             "run gpumgr as root, or set mps.exclusive_process to false"
         ) from error
 

@@ -214,7 +214,7 @@ async def find_control_program(name: str, method: LaunchMethod, run_dir: Path, *
     host = {fact: value for fact, _, value in (line.partition(" ") for line in output.splitlines())}
     if not host.get("systemd-run"):
         raise MpsError(
-            f"MPS daemons would end with the agent's pod, and the host's systemd, which can start them outside of it, was not found: "
+            f"MPS daemons would end with the agent's pod, and the host's systemd, which could prevent this, was not found: "
             f"{shown(output)}; give the pod `privileged: true` and `hostPID: true`, or, on a host without systemd, run the agent on the "
             "host itself"
         )
