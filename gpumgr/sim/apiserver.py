@@ -7,6 +7,8 @@ A watch gets every change after its resource version, in order. If this version 
 
 import asyncio
 import json
+import socket
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +23,15 @@ from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _PENDING: Final = PodStatus(phase="Pending")
+
+
+def reserve_port() -> socket.socket:
+    """A socket bound to a free port of 127.0.0.1. Until it is closed, the kernel gives the port to no other program, and a server that sets
+    SO_REUSEADDR can listen on it any number of times."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", 0))
+    return bound
 
 
 class SimApiServer:
@@ -42,7 +53,9 @@ class SimApiServer:
         self._on_delete = on_delete
         self._pods = WatchedObjects("Pod", self._delay)
         self._watched = {"pods": self._pods}
-        self._port = 0
+        bound = reserve_port()
+        weakref.finalize(self, bound.close)
+        self._port: int = bound.getsockname()[1]
         self._runner: web.AppRunner | None = None
         self._open: dict[asyncio.Task[Any], web.Request] = {}
 
@@ -57,7 +70,7 @@ class SimApiServer:
 
     @property
     def url(self) -> str:
-        """Valid after the first `start`; does not change afterwards."""
+        """It never changes, and no other program gets the port while the server is stopped."""
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
@@ -75,7 +88,6 @@ class SimApiServer:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
-        self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -1,5 +1,6 @@
 """What the stand-in API server takes and refuses."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
@@ -35,6 +36,18 @@ async def test_a_sidecar_is_an_init_container_that_goes_on(sim: SimApiServer, cl
         ("an-sidecar", "Always"),
     ]
     assert [each["name"] for each in spec["containers"]] == ["an-app"]
+
+
+async def test_it_keeps_its_port_while_it_is_stopped(sim: SimApiServer) -> None:
+    port = int(sim.url.rpartition(":")[2])
+    await sim.stop()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    await sim.start()
+    async with aiohttp.ClientSession(sim.url) as client, client.get("/api/v1/pods") as answer:
+        assert answer.status == 200
 
 
 async def test_a_watch_ends_with_a_bookmark(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
