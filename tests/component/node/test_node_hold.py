@@ -6,7 +6,7 @@ import os
 import socket
 import sqlite3
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,15 +33,25 @@ from gpumgr.settings.schema import (
     NodeSettings,
     ProcessSettings,
 )
+from gpumgr.sim.apiserver import reserve_port
 from gpumgr.sim.library import SimNode, prepare
 from tests.background import until
 from tests.component.kubelet.dra.harness import Caller, ScriptedClaims, StubKubelet, claim, linked
 
+#: Sockets that keep the agents' ports.
+_PORTS: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def _ports_are_free_again() -> Iterator[None]:
+    yield
+    while _PORTS:
+        _PORTS.pop().close()
+
 
 def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new") -> Settings:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    _PORTS.append(reserve_port())
+    port = _PORTS[-1].getsockname()[1]
     kubelet = KubeletSettings(
         device_plugin_dir=folder / "none", plugins_dir=folder / "plugins", plugins_registry_dir=folder / "plugins_registry"
     )

@@ -14,6 +14,7 @@ from gpumgr.cluster.scheduler import binding
 from gpumgr.cluster.scheduler.lifecycle import run_scheduler
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import HttpSettings, ProcessSettings, SchedulerSettings
+from gpumgr.sim.apiserver import reserve_port
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
 
@@ -60,29 +61,29 @@ async def running(
     """`wanted`: settings of the section scheduler. It is stopped at the end."""
     monkeypatch.setattr(binding, "WRITE_SECONDS", 60.0)
     monkeypatch.delenv("POD_NAME", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as also_free:
-        port, http_port = free.getsockname()[1], also_free.getsockname()[1]
-    settings = Settings(
-        scheduler=SchedulerSettings(http_port=http_port, **wanted),  # type: ignore[arg-type]
-        http=HttpSettings(address="127.0.0.1"),
-        process=ProcessSettings(stop_grace_seconds=60),
-    )
-    async with sim, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        sim.put_node(node("b", 4, inventory("b", 4)))
-        for number in range(pods):
-            sim.put_document(pod(f"p{number}", ("app", 1, 1)))
-        made = Process(sim, port, http_port, client)
-        kubeconfig = sim.kubeconfig(folder / "kubeconfig")
-        process = asyncio.create_task(
-            run_scheduler(settings, kubeconfig, ("127.0.0.1", port), insecure_loopback=True, stop=made.stop)
+    with reserve_port() as verbs, reserve_port() as pages:  # so that no other program takes them before the process does
+        port, http_port = verbs.getsockname()[1], pages.getsockname()[1]
+        settings = Settings(
+            scheduler=SchedulerSettings(http_port=http_port, **wanted),  # type: ignore[arg-type]
+            http=HttpSettings(address="127.0.0.1"),
+            process=ProcessSettings(stop_grace_seconds=60),
         )
-        await until(lambda: all(map(made.serves, made.ports)))
-        async with asyncio.timeout(30):
-            while not await made.works():  # noqa: ASYNC110 (an answer over HTTP)
-                await asyncio.sleep(0.05)
-        yield made
-        made.stop.set()
-        await process
+        async with sim, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            sim.put_node(node("b", 4, inventory("b", 4)))
+            for number in range(pods):
+                sim.put_document(pod(f"p{number}", ("app", 1, 1)))
+            made = Process(sim, port, http_port, client)
+            kubeconfig = sim.kubeconfig(folder / "kubeconfig")
+            process = asyncio.create_task(
+                run_scheduler(settings, kubeconfig, ("127.0.0.1", port), insecure_loopback=True, stop=made.stop)
+            )
+            await until(lambda: all(map(made.serves, made.ports)))
+            async with asyncio.timeout(30):
+                while not await made.works():  # noqa: ASYNC110 (an answer over HTTP)
+                    await asyncio.sleep(0.05)
+            yield made
+            made.stop.set()
+            await process
 
 
 async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
