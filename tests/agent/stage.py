@@ -5,7 +5,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,10 +95,10 @@ async def until_ready(node: SimulatedNode) -> None:
     await node.agent.while_running(until(ready))
 
 
-async def gpumgr(*words: object) -> tuple[int | None, str, str]:
-    """Runs the command: its exit status, what it prints, and its errors."""
+async def gpumgr(*words: object, program: Sequence[str] = ("-m", "gpumgr")) -> tuple[int | None, str, str]:
+    """Runs the command: its exit status, what it prints, and its errors. `program`: the options of Python that start it."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gpumgr", *map(str, words), stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(sys.executable, *program, *map(str, words), stdout=pipe, stderr=pipe)
     out, errors = await process.communicate()
     return process.returncode, out.decode(), errors.decode()
 

@@ -17,9 +17,18 @@ SETTINGS: Final = {
 }
 
 
+#: The command waits until a busy machine has started the next agent.
+_PATIENT: Final = """
+from gpumgr.cli import main, resize
+vars(resize)["_ANSWER_SECONDS"] = 80.0
+main()
+"""
+
+
 async def resize(node: SimulatedNode, *amounts: str) -> tuple[int | None, str]:
     """The command's exit code, and what it prints."""
-    code, out, errors = await gpumgr("resize", "demo/notebook", *amounts, "--kubeconfig", node.folder / "kubeconfig")
+    words = ("resize", "demo/notebook", *amounts, "--kubeconfig", node.folder / "kubeconfig")
+    code, out, errors = await gpumgr(*words, program=("-c", _PATIENT))
     return code, out + errors
 
 
