@@ -249,7 +249,7 @@ async def open_node(
     `settings` override the node's own; `command` starts the agent; `runtime` (not started yet) replaces the default one.
     """
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)))
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
         server = SimApiServer(NODE_NAME, on_delete=lambda uid: node.remove_from_kubelet(uid))
         api = await stack.enter_async_context(server) if api_server else None
         kubelet = await stack.enter_async_context(SimKubelet(folder, **kubelet_options))
