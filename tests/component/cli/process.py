@@ -10,7 +10,7 @@ import sys
 import termios
 from typing import Final, Self
 
-_WAIT_SECONDS: Final = 20.0
+_WAIT_SECONDS: Final = 40.0
 #: The child makes the terminal its own first, so that Ctrl-C reaches it as from a keyboard, and handles SIGINT, which a shell ignores
 #: for its background jobs.
 _PROGRAM: Final = """

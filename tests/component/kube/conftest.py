@@ -80,7 +80,7 @@ class Running:
         cache.subscribe(lambda before, after: self.changes.put_nowait((before, after)))
 
     async def next(self) -> Change:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await self.changes.get()
 
     async def next_uids(self) -> tuple[str | None, str | None]:
@@ -89,7 +89,7 @@ class Running:
         return getattr(before, "uid", None), getattr(after, "uid", None)
 
     async def synced(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await self.cache.wait_synced()
 
 

@@ -149,7 +149,7 @@ class FakeApiServer:
             self.changed.notify_all()
 
     async def until(self, wanted: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(wanted)
 
     def count(self, *, watch: bool) -> int:

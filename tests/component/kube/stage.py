@@ -68,7 +68,7 @@ class Stage:
         self.publisher.evict(f"{reason} {uid}", ())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 assert self._task is None or not self._task.done(), self._task
                 await asyncio.sleep(0.002)

@@ -182,27 +182,27 @@ async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start:
     async with start() as running:
         assert await running.cache.wait_for(("default", "a"), 0) is None
         assert await running.cache.wait_for(("default", "a"), 0.01) is None
-        waiting = [asyncio.create_task(running.cache.wait_for(("default", "a"), 5)) for _ in range(2)]
-        given_up = asyncio.create_task(running.cache.wait_for(("default", "a"), 5))
+        waiting = [asyncio.create_task(running.cache.wait_for(("default", "a"), 30)) for _ in range(2)]
+        given_up = asyncio.create_task(running.cache.wait_for(("default", "a"), 30))
         await asyncio.sleep(0)
         given_up.cancel()
         await api.put(pod("a", "uid-a"))
         found = await asyncio.gather(*waiting)
         assert found[0] is found[1]
         assert found[0] is running.cache.get(("default", "a"))
-        assert await running.cache.wait_for(("default", "a"), 5) is found[0]
-        assert await running.cache.wait_for(("default", "a"), 5, uid="uid-a") is found[0]
+        assert await running.cache.wait_for(("default", "a"), 30) is found[0]
+        assert await running.cache.wait_for(("default", "a"), 30, uid="uid-a") is found[0]
 
 
 async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
         await api.put(pod("a", "uid-a"))
-        assert await running.cache.wait_for(("default", "a"), 5) is not None
+        assert await running.cache.wait_for(("default", "a"), 30) is not None
         assert await running.cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
         assert await running.cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
-        waiting = asyncio.create_task(running.cache.wait_for(("default", "a"), 5, uid="uid-a3"))
+        waiting = asyncio.create_task(running.cache.wait_for(("default", "a"), 30, uid="uid-a3"))
         await api.put(pod("a", "uid-a2"))
-        assert await running.cache.wait_for(("default", "a"), 5, uid="uid-a2") is not None
+        assert await running.cache.wait_for(("default", "a"), 30, uid="uid-a2") is not None
         assert not waiting.done()
         await api.put(pod("a", "uid-a3"))
         assert await waiting is running.cache.by_uid("uid-a3")
@@ -212,9 +212,9 @@ async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Sta
     async with start() as running:
         cache = running.cache
         await api.put(pod("a", "uid-a", phase="Failed"))
-        assert await cache.wait_for(("default", "a"), 5, uid="uid-a") is not None
+        assert await cache.wait_for(("default", "a"), 30, uid="uid-a") is not None
         assert await cache.wait_for(("default", "a"), 0.01) is None
-        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 5))
+        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 30))
         await asyncio.sleep(0)
         await api.put(pod("a", "uid-a2"))
         assert await waiting is cache.by_uid("uid-a2")

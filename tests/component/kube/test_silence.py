@@ -55,12 +55,12 @@ class Silence:
 async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterator[Silence]:
     found = Silence(server, most_sleeps, replace(prompt_watches(30.0), silence_seconds=1e6))
     async with background(found.reflector.run()):
-        await asyncio.wait_for(found.reflector.synced.wait(), 5)
+        await asyncio.wait_for(found.reflector.synced.wait(), 30)
         yield found
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 (a condition of any kind)
             await asyncio.sleep(0.001)
 

@@ -120,12 +120,12 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
         cache = PodCache(server, "node-1", watch_times=FAST)
         cache.write_events = write_events
         async with background(cache.run()):
-            await asyncio.wait_for(cache.wait_synced(), 5)
+            await asyncio.wait_for(cache.wait_synced(), 30)
             assert cache.unreadable == 30
             if write_events:
                 await api.until(lambda: len(api.written) == 20)
             await api.put(pod("last", "uid-last"))
-            await cache.wait_for(("default", "last"), 5)
+            await cache.wait_for(("default", "last"), 30)
             assert len(api.written) == (20 if write_events else 0)
             await api.remove("uid-last")
 
@@ -176,7 +176,7 @@ async def watching(api: FakeApiServer, folder: Path, *, claims: bool) -> AsyncIt
     else:
         watches = ClusterWatches(server, settings, hami=hami, watch_times=FAST)
     async with background(watches.run()) as task:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not watches.synced:
                 assert not task.done(), task
                 await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ class Cluster:
         await self.until(lambda: self.publisher.state().waiting == 0)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 assert not any(daemon.done() for daemon in self.daemons), self.daemons
                 await asyncio.sleep(0.002)

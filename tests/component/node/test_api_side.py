@@ -78,7 +78,7 @@ async def test_the_limits_of_each_pod_that_appears_are_looked_at_once(
     seen: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
     sim.put(POD)
-    async with started(sim, tmp_path), asyncio.timeout(10):
+    async with started(sim, tmp_path), asyncio.timeout(30):
         assert await seen.get() == "web"
         sim.put(POD, PodStatus(phase="Running"))
         sim.put(replace(POD, name="later", uid="uid-2"))
@@ -90,7 +90,7 @@ async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say
         item = refused(name)
         return {**item, "spec": {**item["spec"], "containers": [{}]}}
 
-    async with started(sim, tmp_path) as (side, _), asyncio.timeout(10):
+    async with started(sim, tmp_path) as (side, _), asyncio.timeout(30):
         for number, (name, write_events) in enumerate((("a", True), ("b", False), ("c", True)), start=1):
             side.apply(KubernetesSettings(write_events=write_events, describe_node=False))
             sim.put_document(unreadable(name))
@@ -111,7 +111,7 @@ async def test_pods_that_the_agent_refused_are_deleted_only_if_configured(
     seen: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(api_side, "report_two_limits", lambda _state, pod: seen.put_nowait(pod.name))
     sim.put_document(refused("a"))
-    async with started(sim, tmp_path, delete_failed=delete_failed), asyncio.timeout(10):
+    async with started(sim, tmp_path, delete_failed=delete_failed), asyncio.timeout(30):
         assert await seen.get() == "a"
         item = refused("b")
         sim.put_document({**item, "status": {"phase": "Pending"}})
@@ -155,7 +155,7 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
     }
     grace = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 30}  # nearly over
     sim.put_document(failed("h", {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}, annotations=annotations, **grace))
-    async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(20):
+    async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(30):
         assert await ended.get() == "h"
         while (  # noqa: ASYNC110 (the simulated API server has no event)
             "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
@@ -169,7 +169,7 @@ async def test_the_pods_on_drained_gpus_are_looked_up_again_and_again(
     """A pod may become known after the drain."""
     looks = asyncio.Queue[None]()
     monkeypatch.setattr(lifecycle, "EVICT_SECONDS", 0.0)
-    async with started(sim, tmp_path) as (side, components), asyncio.timeout(10):
+    async with started(sim, tmp_path) as (side, components), asyncio.timeout(30):
 
         async def look() -> None:
             looks.put_nowait(None)

@@ -158,7 +158,7 @@ async def test_streams_that_end_leave_no_reader_and_no_task(folder: Path) -> Non
                 assert len((await stream.read()).devices) == 100
                 stream.cancel()
         if left := asyncio.all_tasks() - tasks:
-            _, running = await asyncio.wait(left, timeout=5)
+            _, running = await asyncio.wait(left, timeout=30)
             assert not running
         assert core.readers == readers
         await node.run_all(node.pod("after", app(20, 4)))

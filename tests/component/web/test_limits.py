@@ -139,7 +139,7 @@ async def test_a_client_that_went_before_its_request_is_looked_at_is_no_error() 
 
 async def until_found(scene: Scene, true: Callable[[], bool]) -> None:
     """The server finds at a write of a stream that its client has gone."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         at = 1
         while not true():
             scene.states.set(b'{"at": %d}' % (at := at + 1))
@@ -223,7 +223,7 @@ async def test_without_file_descriptors_it_pauses_and_comes_back(
             each.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     client.send(get("/healthz"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert (await asyncio.get_running_loop().sock_recv(client, 1000)).startswith(b"HTTP/1.1 200")
     client.close()
 

@@ -28,7 +28,7 @@ class Reader:
         return cls(reader, writer)
 
     async def event(self) -> bytes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self._reader.readuntil(b"\n\n")
 
     async def state(self) -> object:

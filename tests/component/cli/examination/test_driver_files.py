@@ -52,7 +52,7 @@ async def runtime(settings: Settings) -> AsyncIterator[Runtime]:
 async def look(settings: Settings, way: Way = "auto", driver: str | None = DRIVER, *, simulated: bool = False) -> CheckResult:
     container = ContainerSettings(driver_files=way, driver_whole_dir=settings.container.driver_whole_dir)
     asked = Settings(cri=settings.cri, container=container, vcuda=settings.vcuda)
-    return await look_at_driver_files(asked, cast(SharedNvml, Loaded(driver)), simulated=simulated, timeout_seconds=10)
+    return await look_at_driver_files(asked, cast(SharedNvml, Loaded(driver)), simulated=simulated, timeout_seconds=30)
 
 
 @pytest.mark.usefixtures("runtime")

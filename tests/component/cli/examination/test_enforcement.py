@@ -204,12 +204,12 @@ async def test_the_excess_of_limits(folder: Path, excess: list[int | None], mess
         for index, (name, size) in enumerate(zip(names, excess, strict=True))
     ]
     await agent.start()
-    found = await look_at_bursts(with_socket(folder), timeout_seconds=10)
+    found = await look_at_bursts(with_socket(folder), timeout_seconds=30)
     await agent.stop()
     assert (found.state, found.message) == ("ok", message)
 
 
 async def test_without_an_agent_the_limits_are_not_known(folder: Path) -> None:
-    away = await look_at_bursts(with_socket(folder), timeout_seconds=10)
+    away = await look_at_bursts(with_socket(folder), timeout_seconds=30)
     assert away.state == "skipped"
     assert "no agent answers on this node" in away.message

@@ -33,7 +33,7 @@ async def test_the_kubelet_listens_in_its_folder(folder: Path) -> None:
 async def test_pod_resources_that_answer(shape: KubeletVersion, needs_cdi: bool, folder: Path) -> None:
     async with SimKubelet(folder, shape=shape) as kubelet:
         socket = kubelet.pod_resources_socket
-        found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=5)
+        found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=30)
     if needs_cdi and not shape.knows_cdi:
         assert found.state == "error"
         assert "does not take CDI devices" in found.message
@@ -48,9 +48,9 @@ async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
         found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=0.1)
     assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
     with serving(socket, {GET_POD: grpc.StatusCode.DEADLINE_EXCEEDED}):  # the peer's clock was the faster one
-        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=5)
+        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=30)
     assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
-    found = await look_at_pod_resources(folder / "none.sock", needs_cdi=False, timeout_seconds=5)
+    found = await look_at_pod_resources(folder / "none.sock", needs_cdi=False, timeout_seconds=30)
     assert "the socket does not exist" in found.message
     assert found.remedy == "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
 
@@ -61,13 +61,13 @@ async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
 async def test_the_runtime_reports_its_version(folder: Path) -> None:
     socket = folder / "cri.sock"
     with serving(socket, {VERSION: version_answer("containerd", "v2.1.4")}):
-        found = await look_at_runtime(socket, timeout_seconds=5)
+        found = await look_at_runtime(socket, timeout_seconds=30)
     assert (found.state, found.message) == ("ok", f"containerd v2.1.4 at {socket}")
 
 
 async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
     socket = folder / "cri.sock"
-    found = await look_at_runtime(socket, timeout_seconds=5)
+    found = await look_at_runtime(socket, timeout_seconds=30)
     assert found.state == "error"
     assert "the socket does not exist" in found.message
     assert "cri.socket" in (found.remedy or "")
@@ -76,10 +76,10 @@ async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
     assert "there was no answer within 0.1 s" in found.message
     socket.unlink()
     with serving(socket, {VERSION: grpc.StatusCode.DEADLINE_EXCEEDED}):
-        found = await look_at_runtime(socket, timeout_seconds=5)
-    assert "there was no answer within 5 s" in found.message
+        found = await look_at_runtime(socket, timeout_seconds=30)
+    assert "there was no answer within 30 s" in found.message
     with serving(socket, {}):
-        found = await look_at_runtime(socket, timeout_seconds=5)
+        found = await look_at_runtime(socket, timeout_seconds=30)
     assert "the program there does not support CRI v1" in found.message
 
 
@@ -121,9 +121,9 @@ async def test_cgroups(mounts: tuple[str, ...], state: State, message: str, tmp_
 
 async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) -> None:
     (folder / "file").write_text("")
-    found = await look_at_cdi(folder / "file/cdi", folder / "cri.sock", used=True, timeout_seconds=5)
+    found = await look_at_cdi(folder / "file/cdi", folder / "cri.sock", used=True, timeout_seconds=30)
     assert (found.state, found.message) == ("error", f"{folder}/file/cdi can't be written")
-    found = await look_at_cdi(folder / "new/cdi", folder / "cri.sock", used=True, timeout_seconds=5)
+    found = await look_at_cdi(folder / "new/cdi", folder / "cri.sock", used=True, timeout_seconds=30)
     assert (found.state, found.message) == (
         "warning",
         f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {folder}/new/cdi",
@@ -147,7 +147,7 @@ async def test_cdi_by_the_version_of_the_runtime(
 ) -> None:
     monkeypatch.setattr("gpumgr.cli.examination.peers.CDI_DIRS", (folder / "cdi",))
     with serving(folder / "cri.sock", {VERSION: version_answer(name, version)}):
-        found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=5)
+        found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=30)
     assert found.state == state
     assert word in found.message
     assert (found.remedy is None) == (state == "ok")

@@ -18,7 +18,7 @@ def there(tmp_path: Path) -> Iterator[tuple[socket.socket, Path]]:
     """The journal's end."""
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as receiver:
         receiver.bind(str(tmp_path / "socket"))
-        receiver.settimeout(5)
+        receiver.settimeout(30)
         yield receiver, tmp_path / "socket"
 
 
