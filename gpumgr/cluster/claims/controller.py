@@ -35,13 +35,13 @@ _MAX_EVENTS: Final = 50
 #: What is written; "sweep": an unused template is deleted.
 OBJECTS: Final = ("template", "gate", "event", "sweep")
 OUTCOMES: Final = ("ok", "error")
-#: A pod that must wait; the reason and the text of the event about it.
+#: A pod that must wait, and the reason and the text of the event about the pod.
 _Refused = tuple[UnboundPod, str, str]
 _TEMPLATE_REFUSED, _QUOTA_EXCEEDED = "GpuClaimTemplateRefused", "GpuQuotaExceeded"
 
 
 class ClaimsController:
-    """`run` it as a daemon. `leader` None: this process is the only one. `clock` is monotonic, in seconds. `writes` counts requests by
+    """Run `run` as a daemon. `leader` None: this process is the only one. `clock` is monotonic, in seconds. `writes` counts requests by
     object and outcome; `refused` is the number of gated pods that the quota does not allow."""
 
     def __init__(
@@ -97,7 +97,7 @@ class ClaimsController:
     # -- templates ---------------------------------------------------------------------------------------------------------
 
     async def _create_templates(self) -> list[_Refused]:
-        """Creates missing templates that pods name. Returns a pod for each template that must not be created."""
+        """Creates missing templates that pods name. For each template that must not be created, returns a pod that names it."""
         known = self._watches.templates
         counts = Counter(key[0] for key, each in known.items() if each.managed)
         missing: dict[Key, UnboundPod] = {}
@@ -141,7 +141,7 @@ class ClaimsController:
     # -- gates -------------------------------------------------------------------------------------------------------------
 
     async def _open_gates(self) -> list[_Refused]:
-        """Removes the gates of the pods that the quotas allow. Returns the pods that they refuse."""
+        """Removes the gates of the pods that the quotas allow. Returns the pods that the quotas refuse."""
         pods, quotas = self._watches.pods, self._watches.quotas
         self._opened = {uid for uid in self._opened if uid in pods and pods[uid].gate is not None}
         self._said = {uid: said for uid, said in self._said.items() if uid in pods}
@@ -156,7 +156,7 @@ class ClaimsController:
         return [(pod, _QUOTA_EXCEEDED, text) for pod, text in decision.refused]
 
     async def _open(self, pod: UnboundPod) -> None:
-        """The `test` operations fail if the pod was replaced or its gates changed."""
+        """Removes the gate of one pod. The `test` operations of the patch fail if the pod was replaced or its gates have changed."""
         gate = f"/spec/schedulingGates/{pod.gate}"
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": pod.uid},

@@ -1,7 +1,7 @@
 """Decides which pods lose the scheduling gate gpumgr.io/quota. Pure.
 
-kube-scheduler allocates a claim some time after its pod has lost the gate. Until then the claim counts within each limit of its namespace,
-because it may get any of several kinds of GPUs. A claim that several pods share counts for each gated pod.
+kube-scheduler allocates a claim some time after the claim's pod has lost the gate. Until then the claim counts within each limit of its
+namespace, because it may get any of several kinds of GPUs. A claim that several gated pods share counts once for each of them.
 """
 
 from collections import defaultdict
@@ -42,12 +42,13 @@ def kinds_for(pod: UnboundPod | None, kinds: Kinds) -> Kinds:
     return found or {(GpuKind(label=label, pool=pool, any_model=not label), 0)}
 
 
-def decide(pods: Iterable[tuple[UnboundPod, Demand]], flights: Sequence[Demand], quotas: Quotas) -> Decision:
-    """Decides about gated `pods` in the order of their creation. A later pod does not get what a waiting one requests, unless even
-    the unused quota refuses that. `flights`: unallocated claims of pods without the gate."""
+def decide(pods: Iterable[tuple[UnboundPod, Demand]], unallocated: Sequence[Demand], quotas: Quotas) -> Decision:
+    """Decides about gated `pods` in the order of their creation. What a waiting pod requests is reserved: later pods do not get it. A pod
+    reserves nothing if even the unused quota refuses it. `unallocated`: the unallocated claims of pods without the gate."""
     decision, first = Decision(), dict[str, UnboundPod]()
-    #: `granted`: the flights and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with nothing in use.
-    granted, reserved, unused = _Sums(quotas, flights), _Sums(quotas, flights), Quotas(quotas.limits)
+    #: `granted`: the claims in `unallocated` and the allowed pods. `reserved`: these and the waiting pods. `unused`: the same quotas with
+    #: nothing in use.
+    granted, reserved, unused = _Sums(quotas, unallocated), _Sums(quotas, unallocated), Quotas(quotas.limits)
     for pod, demand in sorted(pods, key=lambda each: (each[0].created, each[0].key)):
         if text := _refusal(demand, unused, _Sums(unused)):
             remedy = "; its nodeSelector may name other GPUs" if len(demand.kinds) > 1 else ""

@@ -40,8 +40,8 @@ class WatchedTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnboundPod(msgspec.Struct, frozen=True, kw_only=True):
-    """A pod without a node. `gate`: the index of the quota's gate in its schedulingGates. `complete`: `claims` has all claims that it
-    needs. `model`, `pool`: the labels of nodes that its nodeSelector demands; None: any."""
+    """A pod without a node. `gate`: the index of the quota's gate in its schedulingGates. `complete`: `claims` has all claims that the pod
+    needs. `model`, `pool`: the values of node labels that its nodeSelector demands; None: any."""
 
     uid: str
     key: Key
@@ -129,7 +129,8 @@ def parse_claim(item: Mapping[str, Any]) -> WatchedClaim:
 
 
 def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> PlacedPod:
-    """A device without amounts is used as a whole. Each pool has the name of its node."""
+    """The claim as a pod on its node, with a container for each device. A device without amounts is used as a whole. The name of a device's
+    pool is the name of the node."""
     containers = [_container(each.get("consumedCapacity") or {}) for each in results]
     amounts = [Amounts(each.cores_per_gpu, each.memory_mebibytes) for each in containers]
     shares = tuple(((str(each["device"]), amount),) for each, amount in zip(results, amounts, strict=True))
@@ -138,8 +139,8 @@ def _placed(uid: str, namespace: str, results: Sequence[Mapping[str, Any]]) -> P
 
 
 def _requested(requests: Iterable[Mapping[str, Any]]) -> Iterator[ContainerRequest]:
-    """A request with alternatives counts as the largest one. A count above MAX_DEVICES is lowered to MAX_DEVICES + 1, because
-    kube-scheduler never allocates such a claim."""
+    """The claim's requests as containers. A request with alternatives counts as its largest alternative. A count above MAX_DEVICES is
+    lowered to MAX_DEVICES + 1, because kube-scheduler never allocates such a claim."""
     for request in requests:
         alternatives = request.get("firstAvailable") or [request.get("exactly") or {}]
         sets = [

@@ -33,8 +33,8 @@ _TOGETHER: Final = (("island", f"{DRA_DRIVER}/island"), ("numa", "resource.kuber
 
 
 class ShapeRequest(msgspec.Struct, frozen=True, order=True):
-    """`place`: the index of the container in spec.initContainers (`init`) or spec.containers. `blocks` of whole GPUs: the least memory
-    of all together."""
+    """`place`: the index of the container in spec.initContainers (`init`) or spec.containers. `blocks`: memory blocks of 256 MiB; for whole
+    GPUs, the least memory that they must have together."""
 
     init: bool
     place: int

@@ -25,7 +25,7 @@ from gpumgr.settings.schema import SchedulerSettings
 
 _Object = TypeVar("_Object", WatchedClaim, WatchedTemplate, WatchedSlice)
 _API = "/apis/resource.k8s.io/v1"
-#: How long the claims of a pod count after it was bound or deleted: the watch of claims may show their allocation later.
+#: How long the claims of a pod count after the pod was bound or deleted, because the watch of claims may show the allocation later.
 _BOUND_SECONDS = 10.0
 
 
@@ -41,7 +41,8 @@ class ClaimWatches(ClusterWatches):
         self._claims: dict[Key, WatchedClaim] = {}
         #: UID -> a pod that was bound or deleted, and when; the oldest entry first.
         self._left: dict[str, tuple[UnboundPod, float]] = {}
-        #: The kinds of GPUs in ResourceSlices, with their MiB. Kept while there is no slice: an agent withdraws its slice when it stops.
+        #: The kinds of GPUs in ResourceSlices, with their MiB. The last kinds are kept while there is no slice, because an agent withdraws
+        #: its slice when it stops.
         self._kinds: set[tuple[GpuKind, int]] = set()
         #: By the node's name.
         self._slices: dict[str, WatchedSlice] = {}
@@ -56,7 +57,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the quotas are decided from ------------------------------------------------------------------------------------
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
-        """The gated pods for which all claims exist, each with its demand; and the demands of other pods' unallocated claims."""
+        """(The gated pods for which all claims exist, each with its demand; the demands of the unallocated claims of other pods.)"""
         nodes = filter(None, map(self.index.node, self._slices))  # claims get no GPUs of nodes with device plugins
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         self._kinds = kinds = kinds or self._kinds
@@ -77,12 +78,12 @@ class ClaimWatches(ClusterWatches):
         for claim in self._claims.values():
             if claim.owner is not None and not claim.allocated and claim.uid not in used:
                 started[claim.uid] |= kinds_for(None, kinds)
-        flights = [
+        unallocated = [
             Demand(claim.key[0], [claim.containers], started[claim.uid])
             for claim in self._claims.values()
             if claim.uid in started
         ]
-        return waiting, flights
+        return waiting, unallocated
 
     def templates_in_use(self) -> Iterator[Key]:
         for pod in self.pods.values():
@@ -92,7 +93,7 @@ class ClaimWatches(ClusterWatches):
     # -- what the watches report ---------------------------------------------------------------------------------------------
 
     def _decode_pod(self, item: msgspec.Raw) -> dict[str, Any] | CpuPod | None:
-        """Also keeps pods without GPU requests while they wait for the controller."""
+        """Pods without GPU requests are also decoded while they wait for the controller."""
         found: dict[str, Any] | CpuPod | None = super()._decode_pod(item)
         if isinstance(found, CpuPod):
             return found

@@ -79,8 +79,8 @@ class Extender:
         self._preemption = Preemption(watches, settings, clock=clock)
         self._leadership = leadership
         self._rejections = Rejections(watches, clock=clock)
-        #: By UID, since the watch may show a pod later than kube-scheduler sends it, or never. `look_up_assumed` removes entries without
-        #: assumed GPUs.
+        #: By UID. The pods are kept as kube-scheduler sent them, because the watch may show a pod later, or never. `look_up_assumed`
+        #: removes entries without assumed GPUs.
         self._assumed: dict[str, _Assumed] = {}
 
     @property
@@ -165,7 +165,8 @@ class Extender:
         return Question(self._index, pod.request, pod.policy or self._settings.policy, pod.namespace)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
-        """The victims on one node; none if no eviction helps, or if the pod must not preempt."""
+        """The victims on one node. There are none if no eviction helps, if the index is outdated, or if the pod may be bound already or was
+        refused."""
         pod, proposed = await self._parsed(args.pod, args.proposed)
         if self.problem is None:
             await self._preemption.keep_nominated()
@@ -176,8 +177,8 @@ class Extender:
         return await self._preemption.preempt(pod, proposed, self._rejections.names(pod.uid))
 
     async def prioritize(self, args: FilterArgs) -> list[HostPriority]:
-        """Fitting nodes get MAX_SCORE to 1 by their rank; with more than MAX_SCORE nodes, some get equal scores. All others get 0, and so
-        do all nodes for a pod without GPUs."""
+        """Fitting nodes get scores from MAX_SCORE down to 1 by their rank; with more than MAX_SCORE nodes, some scores are equal. Nodes
+        that do not fit get 0, and so do all nodes for a pod without GPUs."""
         pod, names = await self._parsed(args.pod, args.names)
         scores = dict.fromkeys(names, 0)
         if self.problem is None and names and pod.request.containers:
@@ -200,6 +201,7 @@ class Extender:
         return BindResult()
 
     async def retryable(self) -> WatchedPod | None:
+        """A rejected pod that fits by now, for `retry_waiting_pods`. None if there is none, or if this replica can't answer now."""
         if self.problem is not None or not self.answers:
             return None
         await self._preemption.keep_nominated()
@@ -207,7 +209,7 @@ class Extender:
         return await self._rejections.fitting()
 
     async def run(self) -> NoReturn:
-        """A daemon that looks up assumed pods, and renumbers the nodes after many names have gone."""
+        """A daemon that looks up assumed pods, and renumbers the nodes after many nodes were removed."""
         while True:
             await asyncio.sleep(1)
             await in_slices(self._index.settling())
@@ -215,8 +217,8 @@ class Extender:
             await self.look_up_assumed()
 
     async def look_up_assumed(self) -> None:
-        """Asks the API server about the assumed pods that are due. A pod that is not bound, has ended or is deleted loses its GPUs; they
-        stay assumed for a bound pod until the watch shows it."""
+        """Asks the API server about the assumed pods that are due. A pod that is not bound, has ended or is deleted loses its GPUs. The
+        GPUs of a bound pod stay assumed until the watch shows the pod on its node."""
         self._assumed = {uid: each for uid, each in self._assumed.items() if uid in self._index.assumed}
         due = [each for each in self._assumed.values() if each.due <= self._clock() and not each.sending]
         await asyncio.gather(*map(self._look_up, nsmallest(_MAX_LOOKS, due, key=attrgetter("due"))))

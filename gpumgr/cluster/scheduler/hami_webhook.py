@@ -54,12 +54,12 @@ def patches(pod: Mapping[str, Any], hami: ReplicaResources, settings: WebhookSet
         count, memory, percent, cores = (str(limits.get(name, "")) for name in (hami.count_resource, *hami.amounts))
         uncounted = not count and any(amount not in _NONE for amount in (memory, percent, cores))
         asking[path] = uncounted or count not in _NONE
-        part = percent != "100" and (memory not in _NONE or percent not in _NONE)
+        part_of_memory = percent != "100" and (memory not in _NONE or percent not in _NONE)
         added = {hami.count_resource: str(settings.default_gpus)} if uncounted else {}
-        if asking[path] and not cores and hami.core_resource not in requests and not part:
+        if asking[path] and not cores and hami.core_resource not in requests and not part_of_memory:
             added[hami.core_resource] = "100"
         for name, amount in added.items():
-            # The API server copied limits to requests before it called this webhook.
+            # The API server copied limits to requests before it called this webhook, so the webhook must set both.
             made += [
                 _add(f"{path}/resources/{kind}/{name.replace('~', '~0').replace('/', '~1')}", amount)
                 for kind in ("limits", "requests")

@@ -31,8 +31,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leadership:
-    """Call `run` as a daemon, and then `release`. A replica that has taken the Lease awaits `refresh` before it answers. `clock` is
-    monotonic, in seconds."""
+    """Run `run` as a daemon, and call `release` after it has ended. A replica that has taken the Lease awaits `refresh` before it answers.
+    `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Leadership:
         return self._refreshed == self._term.value != 0 and self._candidate.leads(self._clock())
 
     def outlives(self, seconds: float) -> bool:
-        """Whether this replica answers, and certainly leads for this time from now on."""
+        """Whether this replica answers, and is sure to lead for so many seconds from now on."""
         return self.answers and self._candidate.leads(self._clock(), for_seconds=seconds)
 
     async def run(self) -> NoReturn:
@@ -141,7 +141,7 @@ class Leadership:
             self._term.set(0)
             _log.warning("lease_lost", lease=self._replica.lease)
 
-    # -- what follows from it ----------------------------------------------------------------------------------------------
+    # -- what a change of the term requires --------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         """After each change of the term: awaits `refresh` if this replica leads, then sets the pods' labels."""

@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return now + for_seconds < self.until
 
     def read(self, lease: Lease | None, now: float) -> "Candidate":
-        """`now` is a time after the answer."""
+        """The replica's view after it has read the Lease. `now` is a time after the answer."""
         if lease is None:  # the leader of a deleted Lease still leads for a while
             return replace(self, seen=None, seen_at=now if self.seen is not None else self.seen_at, until=float("-inf"))
         unchanged = self.seen is not None and (lease.holder, lease.renewed) == (self.seen.holder, self.seen.renewed)
@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, seen=lease, seen_at=self.seen_at if unchanged else now, until=until)
 
     def wrote(self, lease: Lease, began: float) -> "Candidate":
-        """After a write that made this replica the holder. `began` is a time before the write was sent."""
+        """The replica's view after a write that made it the holder. `began` is a time before the write was sent."""
         return replace(self, seen=lease, seen_at=began, until=began + self.times.lead_seconds)
 
     def stopped(self) -> "Candidate":

@@ -167,8 +167,8 @@ async def serve(
 
 
 async def connections(kubeconfig: Path | None) -> tuple[ApiServer, ApiServer]:
-    """Two clients. The second is only for the Lease, because bindings can use up all connections of the first. It ignores Retry-After,
-    because a leader must renew its Lease in time. Raises SettingsError."""
+    """Two clients. The second client is only for the Lease, because bindings can use up all connections of the first client. The second one
+    ignores Retry-After, because a leader must renew its Lease in time. Raises SettingsError."""
     lease_server = await ApiServer.connect(kubeconfig, remedy=REMEDY, max_retry_after_seconds=0.0)
     return await ApiServer.connect(kubeconfig, remedy=REMEDY), lease_server
 

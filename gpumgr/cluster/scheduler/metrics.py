@@ -68,7 +68,8 @@ _MEMORY: Final = gauge(
 
 
 def process_gauges(process: str, leader: str) -> Mapping[Family, Callable[[ClusterWatches, bool], Samples]]:
-    """Gauges of a process with watches and a Lease. The functions take the watches and whether it leads. `leader`: what the leader does."""
+    """Gauges of a process with watches and a Lease. The functions take the watches, and whether the process leads. `leader`: what the
+    leader does, for the help text."""
     return {
         gauge(f"{process}_build_info", "Version of gpumgr and of Python; always 1.", "version", "python"): lambda *_: {
             (gpumgr.__version__, platform.python_version()): 1

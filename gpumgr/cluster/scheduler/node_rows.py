@@ -15,7 +15,7 @@ _CLOSED: Final = {(True, False): 0, (True, True): 1, (False, False): 2, (False, 
 
 
 class NodeRow(msgspec.Struct, frozen=True):
-    """`row` is the node's row of the page. `sums`: what is free on its offered GPUs together."""
+    """`row`: the node as a row of the page's table, in JSON. `sums`: what is free on its offered GPUs together."""
 
     row: msgspec.Raw
     totals: Totals

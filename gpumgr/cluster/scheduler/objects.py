@@ -338,7 +338,8 @@ def _without_count(spec: PodSpec, hami: ReplicaResources) -> list[str]:
 
 
 def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
-    """The request of a pod that is on a node although `pod_request` refuses it: the node's agent grants containers one by one."""
+    """The request of a pod that is on a node although `pod_request` refuses the request. Its containers are checked one by one, because
+    the node's agent grants them one by one."""
     try:
         return PodRequest(tuple(pod_request([each]).containers[0] for each in wanted))
     except Refusal:  # every agent refuses this container, and with it the pod
@@ -381,7 +382,7 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
 
 
 def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
-    """Memory is not compared for whole GPUs, nor for percentages, which depend on the GPU."""
+    """Whether the shares match the request. Memory is not compared for whole GPUs, and not for percentages, which depend on the GPU."""
     if len(shares) != container.gpus:
         return False
     if (replica := container.replica) is not None:
@@ -392,8 +393,8 @@ def _fits(container: ContainerRequest, shares: NamedShares) -> bool:
 
 
 def _may_be(replica: ReplicaRequest, amounts: Amounts) -> bool:
-    """Whether a container with HAMi's resources may hold these amounts on some GPU. A node with higher scaling factors counts less, so
-    less is accepted; the node's agent reports what the pod holds."""
+    """Whether a container with HAMi's resources may hold these amounts on some GPU. Smaller amounts than requested are accepted, because a
+    node with higher scaling factors counts less. The node's agent reports what the pod really holds."""
     if amounts.slices:  # a MIG device has what is requested or more; its cores are rounded down
         memory = 0 if replica.whole else replica.memory_mebibytes or 0
         return amounts.cores >= replica.cores - 1 and amounts.memory_mebibytes >= memory

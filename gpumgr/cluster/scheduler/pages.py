@@ -1,5 +1,5 @@
-"""The scheduler's pages: the cluster page, its data, the reasons of a pod, metrics and probes. Every replica serves them from its own
-index, with the access rules of the node's page."""
+"""The scheduler's pages: the cluster page, its data, the reasons why a pod waits, metrics and probes. Every replica serves them from its
+own index. The section http of the settings decides who may read them."""
 
 import asyncio
 import math
@@ -102,7 +102,7 @@ class ClusterPages:
         )
 
     async def _why(self, request: web.Request) -> web.Response:
-        """For `?namespace=NAMESPACE&name=NAME`; with `&nodes=1` each node is listed in its group."""
+        """Answers `?namespace=NAMESPACE&name=NAME`. With `&nodes=1` the answer lists each node in the group of its reason."""
         namespace, name = request.query.get("namespace", ""), request.query.get("name", "")
         if not (namespace and name):
             return failure(400, "give ?namespace=NAMESPACE&name=NAME of a pod")
@@ -174,7 +174,7 @@ def page_server(routes: Routes, watches: ClusterWatches, settings: Settings, por
 
 
 async def serve_pages(server: PageServer, *, lost: str) -> None:
-    """Starts the server. If it can't listen, the process works without its pages; `lost`: what is missing then."""
+    """Starts the server. If it can't listen, the process works without its pages. `lost`: what is missing then, for the log."""
     try:
         await server.start()
     except ListenError as error:

@@ -38,7 +38,7 @@ _NodeView = tuple[NodeState | None, Mapping[str, PlacedPod]]
 
 @dataclass
 class _Kept:
-    """`nominated`: kube-scheduler has accepted the node."""
+    """GPUs that are kept for a pod. `nominated`: kube-scheduler has accepted the node."""
 
     pod: PlacedPod
     until: float
@@ -46,13 +46,13 @@ class _Kept:
 
 
 class Preemption:
-    """`kept` has the UID of the pod as key. `clock` is monotonic, in seconds."""
+    """Finds victims, and keeps GPUs for the pods that preempt. `kept`: by the UID of the pod. `clock` is monotonic, in seconds."""
 
     def __init__(self, watches: ClusterWatches, settings: SchedulerSettings, *, clock: Callable[[], float]) -> None:
         self._watches, self._settings, self._clock = watches, settings, clock
         self._index, self._quotas = watches.index, watches.quotas
         self.kept: dict[str, _Kept] = {}
-        #: Nominated pods that have been examined: GPUs are kept once for each nomination.
+        #: UIDs of nominated pods that have been examined, because GPUs are kept only once for each nomination.
         self._seen: set[str] = set()
         self._keeping = asyncio.Lock()
 
@@ -78,7 +78,8 @@ class Preemption:
                     self._keep(placed_pod(pod, self._index.node(name), eviction.choice), until, nominated=True)
 
     def refresh(self) -> None:
-        """Keeps no GPUs for pods that were placed, lost their nomination, or waited too long. A new nomination extends the wait."""
+        """Stops keeping GPUs for pods that were placed, have lost their nomination, or have waited too long. Once kube-scheduler nominates
+        the node, the wait begins anew."""
         nominated, now = self._watches.nominated, self._clock()
         for uid, kept in list(self.kept.items()):
             pod = nominated.get(uid)
@@ -104,7 +105,7 @@ class Preemption:
             self._index.assume(kept.pod)
 
     def placed(self, pod: PlacedPod) -> None:
-        """GPUs are no longer kept for this pod, nor for pods of lower priority that no longer fit beside it."""
+        """Stops keeping GPUs for this pod, which has its place now, and for pods of lower priority that no longer fit beside it."""
         self.kept.pop(pod.uid, None)
         for uid in self._lower(pod.priority):
             if self.kept[uid].pod.node == pod.node and not self._index.fits(self.kept[uid].pod):
@@ -112,7 +113,7 @@ class Preemption:
 
     @contextmanager
     def without_lower(self, priority: int) -> Iterator[bool]:
-        """In the block nothing is kept for pods of lower priority. Yields whether anything was kept."""
+        """Within this context nothing is kept for pods of lower priority. Yields whether anything was kept for them."""
         lower = self._lower(priority)
         for uid in lower:
             self._index.remove(uid)

@@ -1,4 +1,4 @@
-"""Collects the limits of namespaces from ResourceQuotas and a ConfigMap; all apply together.
+"""Collects the limits of namespaces from ResourceQuotas and a ConfigMap. All limits apply together.
 
 The ConfigMap (scheduler.quota_configmap) has the key `gpu_quota` in the format of tkestack's gpu-admission, `quota.yaml` in gpumgr's
 (docs/scheduler.md), or both.
@@ -39,7 +39,8 @@ class WatchedQuotas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GpuAdmission(msgspec.Struct):
-    """`quota`: model -> whole GPUs. Without `quota` no model is allowed; without `pool` every pool is allowed."""
+    """The quota of one namespace in gpu-admission's format. `quota`: model -> whole GPUs. Without `quota` no model is allowed; without
+    `pool` every pool is allowed."""
 
     quota: dict[str, Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]] | None = None
     pool: list[str] | None = None
@@ -54,7 +55,7 @@ class _GpuAdmission(msgspec.Struct):
 
 
 class _PlainLimit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`memory` is a quantity of bytes."""
+    """A limit in gpumgr's own format. `memory` is a Kubernetes quantity of bytes."""
 
     cores: _Amount | None = None
     memory: str | int | None = None

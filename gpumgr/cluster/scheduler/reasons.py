@@ -1,5 +1,5 @@
-"""Why pods wait, even if kube-scheduler has not called the extender for them. All work runs in slices, so that kube-scheduler's calls never
-wait for all nodes."""
+"""Computes why pods wait, even if kube-scheduler has not called the extender for them. The work runs in short slices, so that no call of
+kube-scheduler waits until all nodes are examined."""
 
 import asyncio
 from collections import defaultdict
@@ -30,7 +30,7 @@ class WaitingReasons:
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind]) -> tuple[Kind | None, str]:
         """Returns the kind of reason, and the obstacle that does not depend on the node, or "". `known` keeps the results without quotas
-        for the next pods. Kind None: `known` has MAX_REQUESTS already. Refresh the rows first."""
+        for the next pods. Kind None: the pod is not examined, because `known` has MAX_REQUESTS already. Refresh the rows first."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:
@@ -50,7 +50,8 @@ class WaitingReasons:
         return kind, ""
 
     async def _without_quota(self, request: PodRequest, policy: Policy) -> Kind:
-        """The index is asked only if some node has enough in total, because most waiting pods lack even that."""
+        """The kind of reason if there were no quotas. The index is asked only if a node has enough in total, because for most waiting pods
+        no node has even that."""
         await asyncio.sleep(0)
         wanted = request.in_total
         if not any(covers(node.sums, wanted) for node in self._rows.nodes.values()):
@@ -61,12 +62,12 @@ class WaitingReasons:
         return "elsewhere" if question.fits(names) else "fragmentation"
 
     async def kinds(self, pods: Iterable[WatchedPod]) -> list[tuple[WatchedPod, Kind | None, str]]:
-        """Refresh the rows first."""
+        """The results of `kind` for several pods. Refresh the rows first."""
         known: dict[tuple[PodRequest, Policy], Kind] = {}
         return [(pod, *await self.kind(pod, known)) async for pod in sliced(list(pods))]
 
     async def why(self, pod: WatchedPod, *, each_node: bool) -> Waiting:
-        """The largest group of nodes is first."""
+        """Groups the nodes by the reason why they can't take the pod, the largest group first."""
         await self._rows.refresh()
         kind, limit = await self.kind(pod, {})
         assert kind is not None, "one request is examined"

@@ -1,8 +1,8 @@
 """The pods that filter has rejected. kube-scheduler is made to try them again when they fit.
 
-kube-scheduler tries rejected pods again at each event of a pod or a node, otherwise after five minutes. If it receives an event before this
-process does, the pod is rejected by the old state. A changed quota and the end of an assumed placement are no events. An update of any
-pod that has a node is an event, so the leader updates an annotation of its own pod.
+kube-scheduler tries rejected pods again at each event of a pod or a node, otherwise after five minutes. That is not enough: if
+kube-scheduler receives an event before this process does, the pod is rejected by the old state; and a changed quota or the end of an
+assumed placement is no event. An update of any pod that has a node is an event, so the leader updates an annotation of its own pod.
 """
 
 import asyncio
@@ -30,12 +30,13 @@ _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 64.0
 #: A call of `Rejections.fitting` stops after this time, and the next call continues there.
 _LOOK_SECONDS: Final = 0.4
-#: Above this number plus twice the waiting pods, rejected pods that do not wait are dropped.
+#: If more rejected pods are kept than this number plus twice the number of waiting pods, the ones that no longer wait are dropped.
 _REMEMBERED: Final = 100
 
 
 class _Rejected(msgspec.Struct):
-    """`offered`: the nodes that kube-scheduler offered. At `version` of the index and the state `quota` the pod did not fit."""
+    """A pod that did not fit when the index had `version` and its quota had the state `quota`. `offered`: the nodes that kube-scheduler
+    offered, as bits by `numbering`. `due`: when the pod may be tried again."""
 
     pod: WatchedPod
     policy: Policy
@@ -62,7 +63,7 @@ class Rejections:
         self.pods[pod.uid] = _Rejected(pod, policy, offered, self._index.numbering, self._index.version, state, due)
 
     def names(self, uid: str) -> Sequence[str]:
-        """The nodes that were offered for a rejected pod; none if nodes were numbered again since."""
+        """The nodes that were offered for a rejected pod; none if the nodes were renumbered since."""
         found = self.pods.get(uid)
         return self._index.names(found.offered) if found is not None and found.numbering == self._index.numbering else ()
 
@@ -106,7 +107,8 @@ class Rejections:
 async def retry_waiting_pods(
     server: ApiServer, retryable: Callable[[], Awaitable[WatchedPod | None]], own_pod: str, *, period_seconds: float = 0.5
 ) -> NoReturn:
-    """A daemon. `own_pod`: the API path of this process's pod. One pod at a time is enough, because its binding is an event, too."""
+    """Makes kube-scheduler try rejected pods again once one of them fits. Run it as a daemon. `own_pod`: the API path of this process's
+    pod. One pod at a time is enough, because its binding is the event for the next one."""
     failures = LogPace()
     while True:
         await asyncio.sleep(period_seconds)

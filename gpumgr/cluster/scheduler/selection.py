@@ -23,7 +23,7 @@ def policy_of(annotations: Mapping[str, object]) -> Policy | None:
             raise refusal(POLICY, f"{text[:MAX_CHARACTERS]!r} is no policy; use {', '.join(POLICIES)}")
         return found
     if _WEIGHTS in annotations and not _are_weights(text := str(annotations[_WEIGHTS])):
-        raise refusal(_WEIGHTS, f"{text[:MAX_CHARACTERS]!r} has not the form slot=1,core=1,memory=3, with a number above 0")
+        raise refusal(_WEIGHTS, f"{text[:MAX_CHARACTERS]!r} does not have the form slot=1,core=1,memory=3, with a number above 0")
     return _gpu_policy(annotations)
 
 
@@ -36,9 +36,9 @@ def node_policy_of(annotations: Mapping[str, object]) -> Policy | None:
 
 
 def _gpu_policy(annotations: Mapping[str, object]) -> Policy | None:
-    """In a list, topology-aware wins at any position; without it, the first of binpack and spread. `numa` and `mutex` alone are no policy:
-    the evaluators order GPUs by NUMA node anyway, and `mutex` is a constraint. Any other text, also a word with blanks around it, means
-    spread, as in HAMi."""
+    """A list with topology-aware at any position means topology-aware; otherwise the first of binpack and spread in the list counts. `numa`
+    and `mutex` alone are no policy: the evaluators of whole GPUs choose near ones anyway, and `mutex` is a constraint. Any other text, also
+    a word with blanks around it, means spread, as in HAMi."""
     if GPU_POLICY not in annotations:
         return None
     text, names = str(annotations[GPU_POLICY]), words(annotations, GPU_POLICY)

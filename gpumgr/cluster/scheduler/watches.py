@@ -38,14 +38,14 @@ from gpumgr.settings.schema import SchedulerSettings
 _log = structlog.get_logger(__name__)
 
 NOT_SYNCED: Final = "gpumgr scheduler has not read all nodes and pods yet; kube-scheduler will try again"
-#: Ended pods hold nothing. With this selector the watch reports them as deleted.
+#: Ended pods hold nothing. With this selector the watch reports a pod that ends as deleted.
 _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class ClusterWatches:
-    """`run` it as a daemon. `pending`: unbound pods with GPU requests, by UID; `nominated`: the ones with a nominated node; `ending`: UIDs
-    of pods that are being deleted. `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`, and
-    keep more pods. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds."""
+    """Run `run` as a daemon. `pending`: unbound pods with GPU requests, by UID. `nominated`: pods with a nominated node, by UID. `ending`:
+    UIDs of pods that are being deleted. `synced`: everything has been listed once. A subclass may add to `_watched`, override `_complete`,
+    and keep more pods. `hami`: HAMi's resources, if pods may request them. `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ClusterWatches:
                 each.expire()
 
     async def refresh(self) -> None:
-        """Lists everything again; `run` must be running. Then the index is at least as new as the call."""
+        """Lists everything again, so that afterwards the index has all changes from before this call. `run` must be running."""
         self._listed.clear()
         self._list_again.set()
         await self._listed.wait()

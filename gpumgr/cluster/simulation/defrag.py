@@ -1,4 +1,4 @@
-"""Searches for the fewest moves of pods after which a pod fits, in an order in which each move is possible."""
+"""Searches for the fewest moves of pods after which another pod fits, and for an order in which each move is possible."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -63,7 +63,7 @@ class Defrag:
         return [] if self.ended else [each for each in self._cluster.spots(pod, _BRANCHES) if self._differs(pod, each)]
 
     def _groups(self, pod: LivePod, node: str, most: int) -> Iterator[tuple[Sequence[LivePod], Spot]]:
-        """Groups of pods on `node`, each with the place that `pod` gets if the group leaves. No smaller part is enough."""
+        """Groups of pods on `node`, each with the place that `pod` gets if the group leaves. No smaller part of a group is enough."""
         lacking = set(short(pod.requests, self._cluster.free(node))) - {CORE_RESOURCE, MEMORY_RESOURCE}
         pods = [
             each
@@ -103,7 +103,8 @@ class Defrag:
 
 
 def in_order(cluster: LiveCluster, places: Moves) -> Moves | None:
-    """Reverses the moves, because the search places a pod before the pods that make room for it. None: in that order a place is taken."""
+    """Reverses the moves, because the search places a pod before the pods that make room for it. None: in the reversed order a place is not
+    free at its turn."""
     homes = {pod.home.node for pod, _ in places if pod.home is not None}
     part = cluster.part({spot.node for _, spot in places} | homes)
     for pod, spot in reversed(places):

@@ -1,8 +1,8 @@
 """The fragmentation of a node: the free GPU-milli (thousandths of a GPU) that a typical pod can't use, on average.
 
-Source: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods are the most popular requests that make up 95 % of the trace. A pod
-that fits can't use GPUs with less free than it requests. A pod that does not fit, or requests no GPU, can't use any. GPU memory and RAM do
-not count.
+Source: FGD, "Beware of Fragmentation" (USENIX ATC '23). Typical pods have the most popular requests, which make up 95 % of the trace. A pod
+that fits can't use GPUs on which less is free than the pod requests. A pod that does not fit, or requests no GPU, can't use any GPU. GPU
+memory and RAM do not count.
 """
 
 from bisect import bisect_right

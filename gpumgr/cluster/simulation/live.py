@@ -52,8 +52,8 @@ class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class LiveCluster:
-    """Each pod with a `home` begins there, and the others are not placed. `nodes` has all homes. `policy` and `cpu_per_gpu_milli` are
-    settings of the scheduler."""
+    """At first each pod with a `home` is there, and the other pods are not placed. `nodes` must have the node of each home. `policy` and
+    `cpu_per_gpu_milli` are settings of the scheduler."""
 
     def __init__(
         self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000
@@ -122,7 +122,7 @@ class LiveCluster:
         return Spot(name, named_shares(self.nodes[name].state, choice))
 
     def holds(self, pod: LivePod, spot: Spot) -> bool:
-        """Whether the place is free for the pod, which has no place now."""
+        """Whether the place is free for the pod. The pod must not be placed."""
         possible = spot.node in self.names(pod) and not any(short(pod.requests, self.free(spot.node)))
         return possible and (not pod.request.containers or self.index.fits(pod.on(spot)))
 

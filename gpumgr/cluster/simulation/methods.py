@@ -41,8 +41,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class InflateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Both measures are by the percentage of arrived demand: `allocated_percent` of all GPU-milli, `fragmentation_percent` of the free
-    GPU-milli."""
+    """`allocated_percent`: the allocated part of all GPU-milli. `fragmentation_percent`: the part of the free GPU-milli that a typical pod
+    can't use. The keys of both are percentages of arrived demand."""
 
     policy: str
     seed: int
@@ -105,7 +105,7 @@ def by_kind(pods: Counter[str]) -> dict[str, int]:
 
 
 def _measured(cluster: Cluster, fragmentation: Fragmentation) -> tuple[float, float]:
-    """As in InflateResult."""
+    """(Allocated percent, fragmentation percent), as in InflateResult."""
     capacity, free = cluster.capacity_milli, sum(node.free_milli for node in cluster.nodes)
     fragmented = 100 * sum(map(fragmentation.of, cluster.nodes)) / free if free else 0.0
     return round(100 * (capacity - free) / capacity, 4), round(fragmented, 4)

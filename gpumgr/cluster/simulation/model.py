@@ -32,7 +32,7 @@ class Random(Protocol):
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An empty node, as a row of the file. `memory_blocks`: blocks of 256 MiB of each GPU; 0: the file does not have them."""
+    """An empty node, as a row of the file. `memory_blocks`: blocks of 256 MiB of each GPU; 0: the file has no GPU memory."""
 
     name: str
     gpus: GpuCount = 0
@@ -95,6 +95,7 @@ class Node:
         return [gpu for gpu, (milli, blocks) in pairs if milli == GPU_MILLI and blocks == full]
 
     def sharable(self, shape: Shape) -> list[int]:
+        """The GPUs with room for the share."""
         milli, blocks = shape.gpu_milli, shape.memory_blocks
         pairs = enumerate(zip(self.gpu_milli, self.blocks, strict=True))
         return [gpu for gpu, (free, left) in pairs if free >= milli and left >= blocks]
@@ -111,7 +112,7 @@ class Node:
         return len(self.idle_gpus()) >= shape.gpus and shape.gpus * self.spec.memory_blocks >= shape.memory_blocks
 
     def tightest(self, shape: Shape) -> Gpus:
-        """For a share, the GPU with the least free that is enough; otherwise the first idle ones. The pod must fit."""
+        """For a share, the GPU with the least free among the GPUs with room; otherwise the first idle GPUs. The pod must fit."""
         if shape.share:
             return (min(self.sharable(shape), key=lambda gpu: (self.gpu_milli[gpu], self.blocks[gpu])),)
         return tuple(self.idle_gpus()[: shape.gpus])

@@ -38,7 +38,7 @@ _MakeKey = Callable[[float, int], Any]
 
 class _Fitting:
     """The nodes on which one request fits. `update` computes only the nodes that have changed. `scores`: the score of each node; None: the
-    request does not fit. `ordered`: the sorted keys of the nodes on which it fits."""
+    request does not fit. `ordered`: the sorted keys of the nodes on which the request fits."""
 
     def __init__(self, cluster: Cluster, shape: Shape, score: Score, key: _MakeKey) -> None:
         self._cluster, self._shape, self._score, self._key = cluster, shape, score, key
@@ -310,5 +310,6 @@ def make_policy(policy: str, cluster: Cluster, cpu_per_gpu_milli: int, fragmenta
         case "dra" | "dra-most-allocated":
             return dra_policy(cluster, random, _DRA[policy])
     score, choice = fgd(fragmentation) if policy == "fgd" else (_SCORES[policy], Node.tightest)
-    # The order among equal scores is random, because files list equal nodes side by side: their order would fill one after another.
+    # The order among equal scores is random, because files list equal nodes side by side: in the file's order they would be filled one
+    # after another.
     return score_policy(cluster, score, choice, [random.random() for _ in cluster.nodes])

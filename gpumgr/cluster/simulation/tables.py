@@ -35,7 +35,8 @@ _Row = TypeVar("_Row", NodeSpec, "_PodRow")
 
 
 class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`cores`: of each GPU; `gpu_milli` is Alibaba's column for them. The last two columns are Alibaba's, too."""
+    """A row of the file of pods. `cores`: of each GPU. `gpu_milli` is Alibaba's column for them. `deletion_time` and `scheduled_time`,
+    also Alibaba's, give the duration if `duration_seconds` is empty."""
 
     name: str = ""
     priority: Amount = 0
@@ -144,7 +145,7 @@ def read_pods(file: str, lines: Iterable[str], nodes: Sequence[NodeSpec]) -> lis
 
 
 def _rows(file: str, lines: Iterable[str], kind: type[_Row]) -> Iterator[tuple[str, _Row]]:
-    """The rows, each with its place for messages. Empty fields have the default."""
+    """The rows, each with its place in the file, for messages. Empty fields get the default."""
     in_json = file.endswith(".json")
     checked: Collection[str] = ()
     for place, values in _json(file, lines) if in_json else _csv(file, lines):

@@ -164,7 +164,7 @@ async def test_the_policies_for_nodes_and_for_their_gpus_are_two(hami: Stage) ->
         assert await hami.schedule(hami_pod(f"p{number}", one, annotations=chosen), ["a", "b"]) == "a"
     assert [used.replicas for used in hami.index.used("a")] == [2, 2]
     wrong = hami_pod("wrong", one, annotations={"hami.io/device-scoring-weights": "core=1"})
-    assert "'core=1' has not the form" in str(await hami.filter(wrong, ["a"]))
+    assert "'core=1' does not have the form" in str(await hami.filter(wrong, ["a"]))
 
 
 async def test_a_whole_gpu_needs_one_without_pods_and_percentages_are_of_each_gpu(hami: Stage) -> None:

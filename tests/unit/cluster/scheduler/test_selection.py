@@ -145,7 +145,7 @@ def test_weights_of_hamis_score_have_no_effect(text: str) -> None:
      f"slot=1,core=1,memory={2**63}", f"slot=1,core=1,memory={'1' * 9999}"],
 )  # fmt: skip
 def test_weights_that_hamis_scheduler_refuses_are_refused(text: str) -> None:
-    with pytest.raises(Refusal, match=r"^annotation hami.io/device-scoring-weights: .* has not the form") as caught:
+    with pytest.raises(Refusal, match=r"^annotation hami.io/device-scoring-weights: .* does not have the form") as caught:
         policy_of({"hami.io/device-scoring-weights": text})
     assert len(str(caught.value)) <= 300
 
