@@ -1,7 +1,7 @@
 """The `gpumgr` command.
 
-Exit codes: 0 done; 1 a refusal, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this node; 4 the
-checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
+Exit codes: 0 done; 1 a refusal or failure, or a bug that ended the agent; 2 wrong usage, settings or input; 3 another agent runs on this
+node; 4 the checkpoint can't be used; 5 the driver was replaced under the running agent (start it again).
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import click
 from gpumgr import __version__
 from gpumgr.common.errors import GpumgrError, InputError
 
-#: The order of `gpumgr --help`. The help imports none of their modules.
+#: Command -> its line in `gpumgr --help`, in the order of the help. So the help needs none of the commands' modules.
 _COMMANDS: Final = {
     "run": "Run the agent until SIGTERM.",
     "scheduler": "Choose node and GPUs for kube-scheduler.",
@@ -30,7 +30,7 @@ _COMMANDS: Final = {
     "healthy": "Check whether the agent responds.",
     "install": "Install the agent as a service, or HAMi-core's library.",
     "migrate": "Migrate from gpu-manager or HAMi.",
-    "place": "Show where the evaluators would place a request.",
+    "place": "Show which GPUs of a node a request would get.",
     "simulate": "Compare placement policies, or ask where a pod would fit.",
     "topology": "Show how the GPUs are connected.",
     "checkpoint": "Print the agent's checkpoint.",
@@ -97,7 +97,7 @@ def main() -> None:
     except OSError as error:  # click itself handles a closed pipe
         if running:
             raise  # in the agent it is a bug, and its traceback belongs in the log
-        # An error of the output names no file.
+        # An error while the output is written names no file.
         _end(error if error.filename else f"the output can't be written: {error.strerror or error}", code=1)
 
 

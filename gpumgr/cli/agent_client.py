@@ -1,6 +1,6 @@
-"""What commands know of this node: documents of its running agent, by HTTP over its unix socket, and its GPUs in words.
+"""Reads the state of this node from its running agent, by HTTP over the agent's unix socket, and describes the node's GPUs in words.
 
-Without an agent, `gpumgr usage`, `why` and `history` use its checkpoint; what only a running agent knows is then null.
+Without an agent, `gpumgr usage`, `why` and `history` use the agent's checkpoint. Then values that only a running agent knows are null.
 """
 
 import asyncio
@@ -132,8 +132,9 @@ def converted(document: object, kind: type[T]) -> T:
 
 
 class NodeData(msgspec.Struct, frozen=True, kw_only=True):
-    """`live`: from the running agent. `state` is as /api/state, `pod` as /api/pods/NAMESPACE/POD (None: nothing is known). `entries` is the
-    history of the pod, or all of it, oldest first."""
+    """`live`: the data is from the running agent, not from its checkpoint. `state` is the document of /api/state, `pod` of
+    /api/pods/NAMESPACE/POD (None: nothing is known). `entries` is the history of the requested pod, or without one of the node, oldest
+    first."""
 
     live: bool
     state: Document
@@ -142,7 +143,7 @@ class NodeData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_entries_of(agent: AgentClient, pod: PodKey | None, newest: int = HISTORY_ENTRIES) -> list[Document]:
-    """The newest entries with their candidates, oldest first. Raises the errors of AgentClient."""
+    """The `newest` last entries, oldest first, each with the GPUs that were considered. Raises the errors of AgentClient."""
     of_pod = "" if pod is None else f"&pod={quote('/'.join(pod), safe='')}"
     return converted(await agent.get(f"/api/history?limit={newest}{of_pod}"), list[Document])[::-1]
 
@@ -169,7 +170,7 @@ async def _pod(agent: AgentClient, pod: PodKey) -> Document | None:
 
 
 def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
-    """`reason`: the error of the request to the agent. Raises GpumgrError with both reasons."""
+    """`reason`: why the agent did not answer. If the checkpoint can't be read either, raises GpumgrError with both reasons."""
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:
@@ -221,7 +222,7 @@ _REASONS: Final = {
 
 
 class GpuLabels(msgspec.Struct, frozen=True):
-    """GPUs in the order of NVML's index (None: unknown)."""
+    """GPU -> NVML's index (None: unknown), in the order of the index."""
 
     indices: Mapping[GpuName, int | None]
 
@@ -258,7 +259,7 @@ def gpu_status(row: GpuRow) -> str:
 
 
 def excess_sentence(row: GpuRow, label: str) -> str | None:
-    """Returns None if the limits do not exceed the GPU's memory, or are unknown."""
+    """A sentence, or None if the limits do not exceed the GPU's memory or are unknown."""
     if not row.limits_excess_bytes:
         return None
     return f"the memory limits of the containers on {label} exceed its memory by {gibibytes(row.limits_excess_bytes)} GiB"

@@ -1,7 +1,7 @@
 """Asks the scheduler about a pod through the API server, so that the command runs on any machine with a kubeconfig.
 
-The API server's proxy is a remote client of the scheduler, so its requests need the token of http.token_file. Requests of
-`kubectl port-forward` need none, because they arrive from the pod's own host.
+For the scheduler, the API server's proxy is a remote client, so requests through the proxy need the token of http.token_file. Requests
+through `kubectl port-forward` need no token, because they arrive at the scheduler's loopback address.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from gpumgr.kube.client import REQUEST_TIMEOUT, AnswerError, ApiServer, items_of
 from gpumgr.placement.pods import PodKey
 from gpumgr.web.responses import PROXIED_AUTHORIZATION
 
-#: The leader, or else any replica. Another replica's answer lacks only decisions that no watch shows yet.
+#: Labels of the leader's pod, and of the pods of all replicas. Another replica's answer lacks only the leader's newest decisions, which
+#: no watch shows yet.
 _SELECTORS: Final = ("gpumgr.io/scheduler-leader=true", "app.kubernetes.io/name=gpumgr-scheduler")
 _PORT_NAME: Final = "http"
 _DEFAULT_PORT: Final = 5679
@@ -81,8 +82,8 @@ async def _scheduler(server: ApiServer, location: SchedulerLocation) -> Mapping[
         if running:
             return running[0]
     raise GpumgrError(
-        f"no running pod has the label {_SELECTORS[0]}: gpumgr scheduler does not run in this cluster, or has no leader; "
-        "name its pod with --scheduler NAMESPACE/POD if it has other labels"
+        f"no running pod has the label {' or '.join(_SELECTORS)}: gpumgr scheduler does not run in this cluster, or its pods have other "
+        "labels: then name one with --scheduler NAMESPACE/POD"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the long-running commands share: lean imports, and the end by a signal."""
+"""What the long-running commands share: imports that need little memory, and the end by a signal."""
 
 import asyncio
 import gc
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
-#: structlog imports them if they are installed, for coloured tracebacks and for greenlets, which gpumgr does not use.
+#: structlog imports these modules if they are installed, for coloured tracebacks and for greenlets. gpumgr uses neither.
 _UNUSED: Final = ("rich", "greenlet")
-#: What libraries import for parts that gpumgr does not use (command lines, cookies on disk, WebSockets, dates), which need 5 MiB. A test
-#: checks that no message needs betterproto's types of google.protobuf.
+#: Libraries import these modules for features that gpumgr does not use (command lines, cookies on disk, WebSockets, dates). Stand-ins save
+#: 5 MiB. A test checks that no message needs betterproto's types of google.protobuf.
 _STAND_INS: Final = (
     *("argparse", "attr.validators", "betterproto._version", "betterproto.lib.google.protobuf", "dateutil.parser"),
     *("prometheus_client.exposition", "html.entities", "pickle", "aiohttp.tracing", "aiohttp.client_middleware_digest_auth"),
     *("aiohttp.web_ws", "aiohttp.client_ws", "aiohttp.http_websocket", "aiohttp._websocket.reader"),
 )
-#: Switches off the file of the system's certificates, and frozenlist's extension, which needs 1 MiB without a gain for gpumgr.
+#: Set during the imports. SSL_CERT_FILE: see `lean_imports`. frozenlist's C extension needs 1 MiB and gains nothing for gpumgr.
 _ENVIRONMENT: Final = {"SSL_CERT_FILE": os.devnull, "FROZENLIST_NO_EXTENSIONS": "1"}
 
 
@@ -40,7 +40,8 @@ class _StandIn(ModuleType):
 
 
 def _typing_extensions() -> ModuleType:
-    """Replaces typing_extensions, which needs 0.6 MiB. typing has what the libraries import, except type variables with a default."""
+    """A replacement for typing_extensions, which needs 0.6 MiB. The libraries import from it only what typing also has, and type variables
+    with a default."""
 
     def variable(*args: Any, default: Any = None, **more: Any) -> typing.TypeVar:  # noqa: ARG001
         return typing.TypeVar(*args, **more)
@@ -54,8 +55,8 @@ def _typing_extensions() -> ModuleType:
 def lean_imports() -> Iterator[None]:
     """A block in which imports need less time and memory.
 
-    aiohttp's import makes two TLS contexts. They get no certificates, because gpumgr makes a context for each API server itself. aiohttp
-    also reads the system's lists of file types, but gpumgr serves no files. The garbage collector is off, because it would scan all
+    aiohttp's import makes two TLS contexts. They get no system certificates, because gpumgr makes its own context for each API server.
+    aiohttp also reads the system's lists of file types, but gpumgr serves no files. The garbage collector is off, because it would scan all
     imported objects repeatedly.
     """
     stand_ins = {**{name: _StandIn(name) for name in _STAND_INS}, "typing_extensions": _typing_extensions()}
@@ -82,7 +83,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def run_until_signalled(run: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """SIGTERM and SIGINT set the event of `run`. A second signal ends the process at once."""
+    """Calls `run` with an event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
 
     async def until_signalled() -> None:
         stop = asyncio.Event()

@@ -25,47 +25,47 @@ from gpumgr.settings.profile import mig_offered, mig_on_demand
 
 
 def checks_for(settings: Settings, hardware: Hardware, *, in_pod: bool = False, before_start: bool = False) -> tuple[Check, ...]:
-    """`in_pod`: the command runs in a container with its own folders. `before_start`: an agent with these settings is about
+    """`in_pod`: the command runs in a pod's container, which has its own file system. `before_start`: an agent with these settings is about
     to start."""
     nvml_seconds = min(settings.nvml.call_timeout_seconds, LIMIT_SECONDS * 0.8)
-    seen = gpus.SharedNvml(make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware))
+    nvml = gpus.SharedNvml(make_nvml(replace(settings, nvml=replace(settings.nvml, call_timeout_seconds=nvml_seconds)), hardware))
     return (
-        *_gpu_checks(settings, hardware, seen),
-        *_kubelet_checks(settings, seen, before_start=before_start),
-        *_host_checks(settings, hardware, seen, in_pod=in_pod),
-        *_backend_checks(settings, hardware, seen),
+        *_gpu_checks(settings, hardware, nvml),
+        *_kubelet_checks(settings, nvml, before_start=before_start),
+        *_host_checks(settings, hardware, nvml, in_pod=in_pod),
+        *_backend_checks(settings, hardware, nvml),
     )
 
 
-def _gpu_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> Iterator[Check]:
+def _gpu_checks(settings: Settings, hardware: Hardware, nvml: gpus.SharedNvml) -> Iterator[Check]:
     root, simulated = settings.container.device_root, hardware.simulated
     yield Check("driver", on_thread(gpus.look_at_driver, hardware.proc_root, root, simulated=simulated), gpus.IF_HUNG)
-    yield Check("nvml", partial(gpus.look_at_nvml, seen, mig_offered=mig_offered(settings)), gpus.IF_HUNG)
+    yield Check("nvml", partial(gpus.look_at_nvml, nvml, mig_offered=mig_offered(settings)), gpus.IF_HUNG)
     if mig_on_demand(settings) is not None:
-        yield Check("mig-devices", partial(gpus.look_at_mig_devices, seen, settings.checkpoint.dir), gpus.IF_HUNG)
-    yield Check("device-nodes", partial(gpus.look_at_device_nodes, seen, root, simulated=simulated), gpus.IF_HUNG)
+        yield Check("mig-devices", partial(gpus.look_at_mig_devices, nvml, settings.checkpoint.dir), gpus.IF_HUNG)
+    yield Check("device-nodes", partial(gpus.look_at_device_nodes, nvml, root, simulated=simulated), gpus.IF_HUNG)
 
 
-def _kubelet_checks(settings: Settings, seen: gpus.SharedNvml, *, before_start: bool) -> Iterator[Check]:
+def _kubelet_checks(settings: Settings, nvml: gpus.SharedNvml, *, before_start: bool) -> Iterator[Check]:
     kubelet, process = settings.kubelet, settings.process
     yield Check("settings", on_thread(folders.look_at_settings, UNREAD_FILE), folders.IF_HUNG)
     yield Check("mode", partial(api_server.look_at_mode, settings.node.mode), "")
     if settings.node.mode == "dra":
         yield Check("dra-sockets", on_thread(api_server.look_at_sockets, kubelet), peers.KUBELET_HUNG)
-        yield Check("dra-slice", partial(api_server.look_at_slice, settings, seen), api_server.IF_HUNG)
+        yield Check("dra-slice", partial(api_server.look_at_slice, settings, nvml), api_server.IF_HUNG)
         yield Check("dra-claims", partial(api_server.look_at_claims, settings), api_server.IF_HUNG)
     else:
         yield Check("kubelet", partial(peers.look_at_folder, kubelet.device_plugin_dir), peers.KUBELET_HUNG)
     pods = partial(peers.look_at_pod_resources, kubelet.pod_resources_socket, needs_cdi=folders.uses_cdi(settings))
     yield Check("pod-resources", pods, peers.KUBELET_HUNG)
     yield Check("plugins", on_thread(peers.look_at_plugins, kubelet.device_plugin_dir), folders.IF_HUNG)
-    # With process.instance (a rolling update) the second agent waits for the first, so a running agent is no error.
+    # With process.instance (a rolling update) the new agent waits for the old one, so a running agent is no error.
     alone = before_start and process.instance is None
     agent = on_thread(peers.look_at_agent, process.lock_path, kubelet.device_plugin_dir, before_start=alone)
     yield Check("agent", agent, folders.IF_HUNG)
 
 
-def _host_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml, *, in_pod: bool) -> Iterator[Check]:
+def _host_checks(settings: Settings, hardware: Hardware, nvml: gpus.SharedNvml, *, in_pod: bool) -> Iterator[Check]:
     cri, cdi_dir, written = settings.cri, settings.enforcement.cdi_dir, dict(folders.written(settings))
     paths = on_thread(folders.look_at_host_paths, folders.of_host(settings), hardware.proc_root, in_pod=in_pod)
     yield Check("host-paths", paths, folders.IF_HUNG)
@@ -74,12 +74,12 @@ def _host_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml, 
     yield Check("cri", partial(peers.look_at_runtime, cri.socket), peers.RUNTIME_HUNG)
     yield Check("cgroups", on_thread(peers.look_at_cgroups, cri.cgroup_root, hardware.proc_root), peers.RUNTIME_HUNG)
     yield Check("cdi", partial(peers.look_at_cdi, cdi_dir, cri.socket, used=folders.uses_cdi(settings)), peers.RUNTIME_HUNG)
-    files = partial(peers.look_at_driver_files, settings, seen, simulated=hardware.simulated)
+    files = partial(peers.look_at_driver_files, settings, nvml, simulated=hardware.simulated)
     yield Check("driver-files", files, peers.RUNTIME_HUNG)
 
 
-def _backend_checks(settings: Settings, hardware: Hardware, seen: gpus.SharedNvml) -> Iterator[Check]:
-    backends = enforcement.NodeBackends(settings, seen, hardware)
+def _backend_checks(settings: Settings, hardware: Hardware, nvml: gpus.SharedNvml) -> Iterator[Check]:
+    backends = enforcement.NodeBackends(settings, nvml, hardware)
     for name in ("limiter", "nvml-memory", "mps", "hami-core", "vcuda"):
         yield Check(name, partial(backends.look_at, name), enforcement.IF_HUNG)
     yield Check("burst", partial(enforcement.look_at_bursts, settings), enforcement.IF_HUNG)

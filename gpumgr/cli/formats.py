@@ -93,7 +93,7 @@ MIN_WIDTH: Final = 80
 
 def open_table(*columns: tuple[str, bool], header: bool = True) -> "Table":
     """`columns`: heading, and whether it has numbers, which are right-aligned and never cut."""
-    from rich.table import Table  # here and below, because the agent needs only `printable`
+    from rich.table import Table  # rich is imported in functions, because the agent needs only `printable`
 
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=header)
     for heading, number in columns:

@@ -37,7 +37,7 @@ _REASON = click.option(
     default="",
     type=Utf8(),
     metavar="TEXT",
-    help="Shown wherever the GPU is shown, and in the message of a pod that is refused because of it.",
+    help="Shown with the GPU, and in the message of a pod that is refused because the GPU is out of service.",
 )
 _LISTED: Final = "the driver and the container runtime have listed its processes (log events nvml_down, cri_unavailable)"
 _REFUSED: Final = "the agent refuses or does not respond"
@@ -190,11 +190,11 @@ async def request_maintenance(agent: AgentClient, action: str, gpu: str, **body:
 
 
 async def drain_gpu(socket: Path, gpu: str, reason: str, *, evict: bool, wait_seconds: float) -> dict[str, Any]:
-    """Drains the GPU, and waits until it is empty, at most `wait_seconds`; changes are reported on stderr. Returns the agent's last
-    response.
+    """Drains the GPU, and waits until it is empty, at most `wait_seconds`. Reports changes on stderr. Returns the agent's last response, in
+    which the fields about the cordon and the evictions are from the first response.
 
-    After the first response the agent has stored the cordon, so requests are repeated while it is unavailable. Raises GpumgrError if the
-    agent refuses, also because the GPU was uncordoned in the meantime.
+    When the agent has answered the first request, it has stored the cordon. So later requests are repeated while the agent is unavailable.
+    Raises GpumgrError if the agent refuses, also because the GPU was uncordoned in the meantime.
     """
     async with AgentClient(socket) as agent:
         first = last = await request_maintenance(agent, "drain", gpu, reason=reason, evict=evict)

@@ -35,7 +35,7 @@ _MOST_VERSION_CHARACTERS: Final = 200
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """The unit runs `program`. `unread`: a file of variables that only earlier units read."""
+    """Files of the service on this host. The unit runs `program`. `unread`: a file of variables that only earlier versions' unit read."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = DEFAULT_CONFIG
@@ -145,7 +145,7 @@ def systemd(uninstall: bool) -> None:
 
 
 def install_library(folder: Path, source: Path, *, sha256: str | None, version: str) -> None:
-    """After GpumgrError or OSError the former selection stays."""
+    """Installs the library `source`. After GpumgrError or OSError the library that was installed before stays in use."""
     if not version.isprintable() or len(version) > _MOST_VERSION_CHARACTERS:
         raise InputError(f"--version has at most {_MOST_VERSION_CHARACTERS} printable characters")
     checked = check(source, sha256, exports=EXPORTS)
@@ -166,7 +166,7 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
 @command.command("library", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--sha256", help="What sha256sum prints for the right file; another file is refused.")
-@click.option("--version", default="unknown", help="What `gpumgr doctor` shows, such as the commit from which it was built.")
+@click.option("--version", default="unknown", help="The version that `gpumgr doctor` shows, such as the commit of the build.")
 def library(file: Path, sha256: str | None, version: str) -> None:
     """Install HAMi-core's libvgpu.so for the backend hami-core, in the folder `lib` below checkpoint.dir.
 

@@ -170,7 +170,7 @@ def _name(item: Any) -> str:
     return "/".join(str(text) for text in texts if text) or "without a name"
 
 
-# -- the rules of a pod that are read later, with their types --------------------------------------------------------------------
+# -- types of the scheduling rules of a pod, which the simulation reads later ----------------------------------------------------
 
 
 class _Toleration(TypedDict, total=False):
@@ -209,7 +209,7 @@ class _Rules(TypedDict, total=False):
     affinity: _Affinity | None
 
 
-# -- what is read of an object, so that a message names the path and the expected type --------------------------------------
+# -- types of all that is read of an object, so that an error names the path and the expected type ---------------------------
 
 _Object = dict[str, Any]
 

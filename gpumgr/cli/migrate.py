@@ -48,7 +48,7 @@ _HEAD: Final = (
     "# Written by `gpumgr migrate {source}`: what differs from gpumgr's defaults. Check it with `gpumgr config check`.\n"
 )
 _API_SERVER: Final = "the API server's answer"
-#: HAMi's files on its nodes, besides its library's folder.
+#: HAMi's folders on its nodes, besides the folder of its library.
 _HAMI_FOLDERS: Final = (Path("/tmp/vgpulock"), Path("/tmp/hami"))
 
 
@@ -123,7 +123,7 @@ def migrate_gpu_manager(
 ) -> None:
     """Turn gpu-manager's flags into settings, and plan how its running pods keep their GPUs.
 
-    The flags are those of --flags, of --manifest, or of the gpu-manager that runs here. Run it on the node, as root.
+    The flags are taken from --flags, from --manifest, or from the gpu-manager that runs here. Run the command on the node, as root.
 
     \b
     Examples:
@@ -215,7 +215,8 @@ def migrate_hami(
 ) -> None:
     """Plan how gpumgr takes the place of HAMi's device plugin while HAMi's running pods keep their GPUs.
 
-    Prints which GPUs the agent will adopt for each pod, what prevents that, and the steps. Run it on the node, as root.
+    Prints which GPUs the agent will adopt for each pod, what prevents an adoption, and the steps. Run the command on the
+    node, as root.
 
     \b
     Examples:

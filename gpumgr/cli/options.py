@@ -17,7 +17,7 @@ from gpumgr.placement.pods import PodKey
 from gpumgr.settings import Settings, load_settings
 
 DEFAULT_CONFIG: Final = Path("/etc/gpumgr/gpumgr.yaml")
-#: Variables of the service in units of earlier versions. Commands in a shell do not have them.
+#: Environment variables of the service, which earlier versions' unit read from this file. Commands in a shell did not have them.
 UNREAD_FILE: Final = Path("/etc/default/gpumgr")
 
 
@@ -71,8 +71,8 @@ kubeconfig_option = click.option(
 
 
 class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """`checkpoint` is the folder of the agent's checkpoint; None if only a socket was given, because the settings may belong to another
-    agent. `given`: an option named the location."""
+    """`checkpoint` is the folder of the agent's checkpoint. It is None if only a socket was given, because the settings may belong to
+    another agent. `given`: whether the location was given by an option."""
 
     socket: Path
     checkpoint: Path | None
@@ -80,7 +80,7 @@ class AgentLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def agent_options(command: F) -> F:
-    """Adds --config and --socket, which give the command its `location`. With --socket alone no settings are read."""
+    """Adds --config and --socket, and passes their AgentLocation to the command as `location`. With --socket alone no settings are read."""
 
     @wraps(command)
     def located(*arguments: Any, file: Path | None, socket: Path | None, **others: Any) -> Any:
@@ -99,7 +99,7 @@ def agent_options(command: F) -> F:
 
 
 def settings_options(command: F) -> F:
-    """Adds --config and --set, which give the command its `settings`. If the command has --standalone, it is applied."""
+    """Adds --config and --set, and passes the effective `settings` to the command. --standalone is applied if the command has it."""
 
     @wraps(command)
     def configured(
@@ -150,7 +150,7 @@ def needed_kubeconfig(given: Path | None) -> Path:
 
 
 class Utf8(click.ParamType[Any]):
-    """Python keeps bytes that are not UTF-8 as lone surrogates, which neither JSON nor a URL can hold."""
+    """Refuses bytes that are not UTF-8: Python keeps them as lone surrogates, which neither JSON nor a URL can hold."""
 
     name = "text"
 
@@ -163,7 +163,7 @@ class Utf8(click.ParamType[Any]):
 
 
 class PodName(Utf8):
-    """As for kubectl, NAME is a pod in the namespace "default"."""
+    """NAME without a namespace is a pod in "default"."""
 
     name = "pod"
 

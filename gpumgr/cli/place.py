@@ -1,4 +1,4 @@
-"""`gpumgr place`: shows where the evaluators would place a request."""
+"""`gpumgr place`: shows which GPUs of a node a request would get."""
 
 import sys
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """`note`: why the GPU accepts nothing."""
+    """A GPU of the node, with its memory in blocks of 256 MiB. `note`: why the GPU accepts nothing."""
 
     index: int
     blocks: int
@@ -68,9 +68,9 @@ def command(
     memory_blocks_per_gpu: int,
     output: str,
 ) -> None:
-    """Show where the evaluators would place a request.
+    """Show which GPUs of a node a request would get.
 
-    Prints {"evaluator", "gpus", "score", "reason"}.
+    The JSON has {"evaluator", "gpus", "score", "reason"}. The evaluator is the placement algorithm for this kind of request.
     """
     rows = [_Row(gpu.index, gpu.memory_blocks, "MIG enabled" if gpu.mig_enabled else None) for gpu in node.gpus]
     rows = rows or [_Row(index, memory_blocks_per_gpu) for index in range(len(node.topology))]
@@ -112,7 +112,7 @@ def _capacities(rows: Sequence[_Row], state: StateFile | None) -> list[GpuCapaci
 
 
 def _capacity(number: int, row: _Row, free: GpuState) -> GpuCapacity:
-    """`number`: the row of the topology."""
+    """`number`: the GPU's row in the topology."""
     label = f"GPU{row.index}"
     if free.memory_blocks_free > row.blocks:
         raise InputError(f"state: {label} has memory_blocks_free {free.memory_blocks_free}, more than its {row.blocks} blocks")

@@ -52,8 +52,8 @@ class RemotePod:
             yield await self.read()
 
     async def annotate(self, key: str, text_of: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-        """Writes the text of `text_of(pod)`, again if another writer changed the pod in between. Returns the pod as it was before. Raises
-        GpumgrError, and the errors of `text_of`."""
+        """Sets the annotation to `text_of(pod)`. If another writer changes the pod in between, reads the pod and tries again. Returns the
+        pod as it was before. Raises GpumgrError, and the errors of `text_of`."""
         for _ in range(_TRIES):
             pod = await self.read()
             same = {name: pod["metadata"][name] for name in ("uid", "resourceVersion") if name in pod["metadata"]}

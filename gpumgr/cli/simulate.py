@@ -45,7 +45,7 @@ Examples:
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-#: Imported only for its commands, because each worker process imports this module.
+#: Imported only for `fit`, `defrag` and snapshots, because each worker process imports the module that this line is in.
 _LIVE: Final = "gpumgr.cli.simulate_live"
 CPUS_PER_GPU: Final = click.Option(
     ["--cpus-per-gpu"],
@@ -230,7 +230,7 @@ _REPLAYED: Final = (
 
 
 def _as_json(found: Iterable[_Result]) -> str:
-    """Fields with a value for each percentage of arrived demand have the percentage, as text, as key."""
+    """A field with one value for each percentage of arrived demand is an object. Its keys are the percentages, as text."""
     return msgspec.json.format(msgspec.json.encode({"results": [*found]}), indent=2).decode() + "\n"
 
 

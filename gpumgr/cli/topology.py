@@ -1,4 +1,4 @@
-"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Also the source of a node for other commands."""
+"""`gpumgr topology`: the node's GPUs as cost tree and matrix. Other commands read their node with the functions of this module."""
 
 import asyncio
 import tempfile
@@ -42,7 +42,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs are in the order of the topology's rows. `gpus` is empty for a text of nvidia-smi, `nics` for a driver."""
+    """GPUs are in the order of the topology's rows. `gpus` is empty for a node that was read from a text of nvidia-smi, `nics` for a node
+    that was read from a driver."""
 
     topology: Topology
     labels: tuple[str, ...]
@@ -53,8 +54,8 @@ class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_option(*, required: bool) -> Callable[[_F], _F]:
-    """Adds --topology and --sim, which give the command its `node`, by default this machine's. `required`: one must be given. Raises the
-    errors of `read_topology` and `read_snapshot`."""
+    """Adds --topology and --sim, and passes the `node` that they name to the command, without an option this machine. `required`: one of
+    the options must be given. Raises the errors of `read_topology` and `read_snapshot`."""
 
     def added(command: _F) -> _F:
         @wraps(command)
@@ -137,8 +138,8 @@ _EXIT_CODES: Final = {0: "done", 1: "no driver answers", 2: "wrong usage or malf
 def command(node: ShownNode, output: str) -> None:
     """Show how the GPUs are connected.
 
-    The tree has a line `NAME:FREE:COST` for each group and GPU. FREE is the number of free GPUs. COST of a GPU is the rank of its group
-    (groups of low rank are used up first), of a group 0. The matrix has NVn+LEVEL where n NVLinks join two GPUs.
+    The tree has a line `NAME:FREE:COST` for each group and GPU. FREE is the number of free GPUs. COST of a GPU is the rank of its group:
+    groups of low rank are used up first. COST of a group is 0. The matrix has NVn+LEVEL where n NVLinks join two GPUs.
     Without --topology or --sim, this machine's driver is asked.
     """
     click.echo(msgspec.json.encode(_as_data(node)) if output == "json" else _as_text(node))

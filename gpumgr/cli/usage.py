@@ -35,7 +35,7 @@ from gpumgr.cli.options import AgentLocation, ExitingCommand, agent_options, out
 from gpumgr.common.errors import GpumgrError
 from gpumgr.common.units import BLOCK_BYTES, CORES_PER_GPU
 
-#: By default the agent makes a new state each second.
+#: Half of the agent's default sample period.
 POLL_SECONDS: Final = 0.5
 #: Removed from a model's name.
 _BRANDS: Final = ("NVIDIA ", "Tesla ")
@@ -141,7 +141,7 @@ def _container_table(rows: Sequence[ContainerRow], gpus: GpuLabels) -> Table:
 
 
 def _memory(row: ContainerRow) -> str:
-    """The request, and the present limit with its burst."""
+    """The granted memory, and the present limit if it is higher (burst)."""
     if row.memory_bytes is None:
         return "-"
     return _gib_text(row.memory_bytes) + ("" if row.memory_limit_bytes is None else f"..{_gib_text(row.memory_limit_bytes)}")
@@ -155,7 +155,7 @@ def limits_status(row: ContainerRow) -> str:
         return f"over{_excess(row)}"
     if row.whole:
         return "whole GPU"
-    return "within" if limiting(row.mechanisms) else "not kept"
+    return "within" if limiting(row.mechanisms) else "not limited"
 
 
 def _excess(row: ContainerRow) -> str:

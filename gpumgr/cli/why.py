@@ -62,13 +62,13 @@ _EXIT_CODES: Final = {
     type=click.Path(path_type=Path),
     help="Ask the cluster's scheduler, through the API server of this file.  [default without an agent: $KUBECONFIG, ~/.kube/config]",
 )
-@click.option("--scheduler", metavar="NAMESPACE/POD", type=PodName(), help="The scheduler's pod.  [default: by its labels]")
+@click.option("--scheduler", metavar="NAMESPACE/POD", type=PodName(), help="The scheduler's pod.  [default: found by its labels]")
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     help="A local file with the token of the scheduler's http.token_file: the API server's proxy is used in place of kubectl.",
 )
-@click.option("--all", "each_node", is_flag=True, help="The scheduler shows for each node why the pod does not fit.")
+@click.option("--all", "each_node", is_flag=True, help="Ask the scheduler for each node why the pod does not fit.")
 @output_option
 def command(
     pod: PodKey,
@@ -102,7 +102,7 @@ def command(
         token = token_file.read_text(encoding="utf-8").strip() if token_file is not None else None
     except (OSError, UnicodeError) as error:
         raise InputError(f"--token-file {token_file} can't be read: {error}") from error
-    # Here, because it loads the API server's client, which a question to the agent does not need.
+    # Imported here, because this module loads the API server's client, which a question to the agent does not need.
     from gpumgr.cli.cluster_why import SchedulerLocation, ask_scheduler, why_text
 
     place = SchedulerLocation(kubeconfig=cluster, pod=scheduler, token=token)
@@ -191,13 +191,13 @@ def _happened(pod: PodDetails, gpus: GpuLabels) -> Iterator[str]:
 
 
 def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
-    """A grant has the amounts of both calls of the kubelet (cores, memory)."""
+    """The amounts of an entry. For a grant, these are the amounts of the kubelet's two calls, for cores and for memory."""
     calls = [each for each in pod.history if each.what == entry.what == "granted" and each.id == entry.id]
     return {each.kind: each.size for each in (*calls, entry) if each.kind and each.size}
 
 
 def _title(entry: HistoryEntry, sizes: Mapping[Resource, int]) -> str:
-    """A grant is always made in Allocate, so its call is left out."""
+    """The name of the call is left out for a grant, which is always made in Allocate."""
     if entry.what == "gpu":
         return f"gpu {entry.code}" if entry.code else "gpu"
     if entry.what == "event":
@@ -255,7 +255,7 @@ def _verdict(entry: HistoryEntry, candidate: Candidate, request: ContainerReques
 
 
 def _request_of(entry: HistoryEntry, pod: PodDetails) -> ContainerRequest:
-    """From the pod's request, or from both calls for the allocation."""
+    """The request of the entry's container: from the pod, or else from the kubelet's two calls for the allocation."""
     for request in pod.request:
         if request.container == entry.container:
             return request

@@ -16,7 +16,7 @@ import yaml
 
 import gpumgr
 import gpumgr.compat.gpu_manager.vcuda.files
-from gpumgr.cli.examination.api_server import for_people, needed
+from gpumgr.cli.examination.api_server import needed, recommended_rights
 from gpumgr.common.units import DRA_DRIVER
 from gpumgr.compat.gpu_manager.flags import _BOOLEAN as BOOLEAN
 from gpumgr.compat.gpu_manager.flags import _RULES as RULES
@@ -96,7 +96,7 @@ def check_rights(text: str, settings: Settings, *, drain: bool) -> None:
         combination for rule in rules for combination in product(rule["apiGroups"], rule["verbs"], rule["resources"])
     )
     uses_account = settings.kubernetes.enabled and settings.kubernetes.kubeconfig is None
-    rights = chain(needed(settings), for_people(settings)) if uses_account else ()
+    rights = chain(needed(settings), recommended_rights(settings)) if uses_account else ()
     wanted = {(right.group, right.verb, "/".join(filter(None, (right.resource, right.subresource)))) for right in rights}
     if drain and uses_account:  # drains with evictions are opted into
         wanted.add(("", "create", "pods/eviction"))

@@ -35,8 +35,8 @@ Look = Callable[[], Coroutine[Any, Any, CheckResult]]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """`if_hung` is the remedy if `look` does not return in time. `look` may raise GpumgrError or OSError, which becomes an error with this
-    text."""
+    """`look` makes the check. If it raises GpumgrError or OSError, the result is an error with the exception's text. `if_hung` is the
+    remedy if `look` does not return in time."""
 
     name: str
     look: Look
@@ -60,14 +60,14 @@ def skipped(message: str) -> CheckResult:
 
 
 def error_of(exception: Exception, remedy: str, state: State = "error") -> CheckResult:
-    """The remedy is the text after the first semicolon, or else `remedy`."""
+    """The remedy is the exception's text after the first semicolon, or else `remedy`."""
     text = " ".join((str(exception) or type(exception).__name__).split())
     message, _, said = text.partition("; ")
     return CheckResult(state=state, message=message, remedy=said or remedy)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`findings`: check -> result, in the checks' order. `hung`: a check did not end and may delay the exit."""
+    """`findings`: name of the check -> result, in the checks' order. `hung`: a check has not ended and may delay the exit."""
 
     findings: Mapping[str, CheckResult]
     hung: bool
@@ -105,5 +105,5 @@ async def aside(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def on_thread(look: Callable[P, CheckResult], *args: P.args, **kwargs: P.kwargs) -> Look:
-    """For a check that blocks."""
+    """Makes a Look of a function that blocks."""
     return lambda: aside(look, *args, **kwargs)

@@ -30,7 +30,7 @@ _ACCOUNT: Final = "run it with an account that may read this, for example an adm
 
 
 async def judged(look: Callable[[T], Awaitable[CheckResult]], peer: T) -> CheckResult:
-    """Calls `look`; its failures become errors."""
+    """Calls `look`, and returns its result, or the finding about its exception."""
     try:
         return await look(peer)
     except GpumgrError as failure:
@@ -68,8 +68,8 @@ class Right(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def allowed(server: ApiServer, right: Right, *, user: str | None = None) -> bool:
-    """Whether this account, or `user`, has the right. To ask about another account needs the right to create SubjectAccessReviews. Raises
-    what `judged` expects."""
+    """Whether this account, or `user`, has the right. A question about `user` needs the right to create SubjectAccessReviews. Raises the
+    errors that `judged` handles."""
     kind = "SelfSubjectAccessReview" if user is None else "SubjectAccessReview"
     attributes = {key: value for key, value in asdict(right).items() if value is not None}
     spec = {"resourceAttributes": attributes} | ({} if user is None else {"user": user})
@@ -86,7 +86,7 @@ _GRANT: Final = (
 
 
 def needed(settings: Settings) -> Iterator[Right]:
-    """Rights that something in the settings requires."""
+    """Rights without which the agent, or a function that the settings switch on, does not work."""
     for verb in ("list", "watch"):
         yield Right(verb=verb, resource="pods")
     if settings.node.mode == "dra":
@@ -101,8 +101,8 @@ def needed(settings: Settings) -> Iterator[Right]:
         yield Right(verb="delete", resource="pods")
 
 
-def for_people(settings: Settings) -> Iterator[Right]:
-    """Rights that only annotations, events or labels need."""
+def recommended_rights(settings: Settings) -> Iterator[Right]:
+    """Without these rights only annotations, events, labels or the node's condition are missing."""
     kubernetes = settings.kubernetes
     if kubernetes.annotate_pods and settings.node.mode == "plugin":
         yield Right(verb="patch", resource="pods")
@@ -119,7 +119,7 @@ def for_people(settings: Settings) -> Iterator[Right]:
 async def look_at_rights(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
     if not settings.kubernetes.enabled:
         return skipped("standalone: no API server is asked")
-    must, recommended = tuple(needed(settings)), tuple(for_people(settings))
+    must, recommended = tuple(needed(settings)), tuple(recommended_rights(settings))
 
     async def look(server: ApiServer) -> CheckResult:
         async with asyncio.timeout(timeout_seconds):
@@ -194,8 +194,8 @@ async def _slice(node: str, gpus: SharedNvml, server: ApiServer) -> CheckResult:
 
 
 def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """`blocks`: UUID -> blocks of 256 MiB of the GPUs that the driver lists (None: it reports no memory). Published GPUs with taints may be
-    missing in `blocks`."""
+    """`blocks`: UUID of each GPU that the driver lists -> its memory in blocks of 256 MiB (None: unknown). GPUs with less than two blocks
+    are not published. The driver need not list published GPUs with taints."""
     found = {device["attributes"]["uuid"]["string"]: device for device in published}
     missing = [f"{uuid} is not published" for uuid, number in blocks.items() if number not in (0, 1) and uuid not in found]
     gone = [f"the driver does not list {uuid}" for uuid, each in found.items() if uuid not in blocks and not each.get("taints")]
@@ -210,7 +210,7 @@ def differences(blocks: Mapping[str, int | None], published: Sequence[Mapping[st
 
 
 async def look_at_claims(settings: Settings) -> CheckResult:
-    """Claims that hold GPUs, but do not exist in the API server."""
+    """Whether the API server still has all claims that hold GPUs."""
     if not settings.kubernetes.enabled:
         return skipped(_STANDALONE)
     held = sorted((await aside(read_checkpoint, settings.checkpoint.dir)).ledger.claims.values(), key=str)

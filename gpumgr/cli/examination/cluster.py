@@ -60,7 +60,7 @@ class Cluster:
         return items_of(await self.get(path, **query))
 
     async def deployed(self, container: str) -> Deployed | None:
-        """gpumgr's Deployment with this name of the first container."""
+        """gpumgr's Deployment in which the first container has this name."""
         for each in await self.items("/apis/apps/v1/deployments", labelSelector=_OURS):
             pod = each["spec"]["template"]["spec"]
             if pod["containers"][0]["name"] == container:
@@ -68,7 +68,7 @@ class Cluster:
         return None
 
     async def config(self) -> Json | None:
-        """None: neither given nor in the chart's ConfigMap. Raises ValueError."""
+        """kube-scheduler's configuration. None if neither a file nor the chart's ConfigMap has it. Raises ValueError."""
         if self.given is not None:
             return parse_config(self.given)
         found = await self.items("/api/v1/configmaps", labelSelector=_OURS)

@@ -124,7 +124,8 @@ def needed_by_claims() -> Iterator[Right]:
 
 
 async def policies_in_force(server: ApiServer, kind: Literal["mutating", "validating"]) -> Sequence[Mapping[str, Any]] | None:
-    """The policies with a binding. A binding with validation actions must have Deny. None: the API server has no policies of this kind."""
+    """The policies that a binding activates. The binding of a validating policy must have the action Deny. None: the API server has no
+    policies of this kind."""
     found = await server.find(f"{_ADMISSION}/{kind}admissionpolicies")
     bindings = await server.find(f"{_ADMISSION}/{kind}admissionpolicybindings")
     specs = [each["spec"] for each in items_of(bindings)] if bindings is not None else []

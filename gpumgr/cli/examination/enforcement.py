@@ -18,7 +18,7 @@ from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.settings import Settings
 from gpumgr.settings.profile import VERSION, hami_core_library
 
-IF_HUNG: Final = "check whether the driver answers (`nvidia-smi`) and whether the file system does"
+IF_HUNG: Final = "check whether the driver (`nvidia-smi`) and the file systems (`df`) answer"
 
 
 class NodeBackends:
@@ -34,7 +34,7 @@ class NodeBackends:
         return await asyncio.shield(self._asked)
 
     async def _ask(self) -> MechanismChoice:
-        # The check must not write to the agent's folders, where MPS would record its protocol.
+        # Not in the agent's folders, where the backend mps would store the protocol that it chooses: the check changes nothing.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
             trial = Path(scratch), self._gpus.nvml
             enforcement = NodeEnforcement(self._settings, self._hardware, NoPods(), None, trial)
@@ -89,7 +89,7 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
 
 
 def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend. Each other backend's own check shows why it can't be used."""
+    """`setting`: enforcement.backend. The result names only backends of this setting: the other ones have their own checks."""
     lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
     if lost:
         return error(

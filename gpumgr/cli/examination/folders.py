@@ -1,7 +1,7 @@
 """Checks the folders that the agent writes: whether they can be written, whether a pod mounts them from the host, and whether the
 checkpoint can be used.
 
-The checkpoint's content stays. After a killed agent sqlite may rebuild its shared-memory index (-shm).
+The content of the checkpoint is not changed. If the agent was killed, sqlite may rebuild its shared-memory index (-shm).
 """
 
 import os
@@ -34,7 +34,7 @@ def uses_cdi(settings: Settings) -> bool:
 
 
 def written(settings: Settings) -> Iterator[tuple[str, Path]]:
-    """Yields (setting, folder)."""
+    """Yields (setting, folder) for the folders that the agent writes."""
     yield "checkpoint.dir", settings.checkpoint.dir
     yield "process.lock_path", settings.process.lock_path.parent
     yield "container.allocation_dir", settings.container.allocation_dir
@@ -45,7 +45,8 @@ def written(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 def of_host(settings: Settings) -> dict[str, Path]:
-    """setting -> folder. The kubelet, the runtime, other containers or the next agent read them, so they must be mounted from the host."""
+    """setting -> folder, for the folders that the kubelet, the runtime, other containers or the next agent read. In a pod they must be
+    mounted from the host."""
     kubelet = settings.kubelet
     found = {
         "kubelet.device_plugin_dir": kubelet.device_plugin_dir,

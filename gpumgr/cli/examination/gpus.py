@@ -64,14 +64,14 @@ def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> Ch
     try:
         devices = (proc_root / "devices").read_text(errors="replace").split()
     except OSError:
-        devices = ["nvidia-uvm"]  # nothing is known of the module, so nothing is reported
+        devices = ["nvidia-uvm"]  # it is not known whether the module is loaded, so it is not reported as missing
     if "nvidia-uvm" not in devices:
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)
 
 
 async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckResult:
-    """`mig_offered`: MIG mode is no fault."""
+    """`mig_offered`: the agent offers MIG devices, so a GPU in MIG mode is no fault."""
     try:
         snapshot = await gpus.snapshot()
     except GpumgrError as exception:
@@ -96,7 +96,8 @@ async def look_at_nvml(gpus: SharedNvml, *, mig_offered: bool = False) -> CheckR
 
 
 async def look_at_mig_devices(gpus: SharedNvml, checkpoint_dir: Path) -> CheckResult:
-    """With dynamic MIG: the MIG devices that the agent will destroy, because no container of the ledger has them."""
+    """The MIG devices that the agent will destroy, because no container in its checkpoint has them. Only for settings with which the agent
+    creates MIG devices on demand."""
     try:
         instances = [(gpu.index, each) for gpu in (await gpus.snapshot()).gpus if gpu.mig_profiles for each in gpu.mig_instances]
         loaded = await aside(read_checkpoint, checkpoint_dir)

@@ -28,13 +28,13 @@ KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and re
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
-#: Unlike List, Get disturbs no admission of a running agent. Without a pod's name every kubelet returns an error: before 1.27
-#: UNIMPLEMENTED.
+#: Called without a pod's name, so that every kubelet answers with an error at once (before 1.27: UNIMPLEMENTED). List would disturb the
+#: admissions of a running agent.
 _GET: Final = "/v1.PodResourcesLister/Get"
 
 
 async def look_at_folder(folder: Path) -> CheckResult:
-    """The agent must be able to create sockets there, and the kubelet must listen at its own."""
+    """Whether the agent can create sockets in the folder, and whether the kubelet listens at its own."""
     if not await aside(folder.is_dir):
         return error(f"{folder} is no folder", f"start the kubelet, or {_FOLDER}")
     if not await aside(os.access, folder, os.W_OK | os.X_OK):
@@ -80,7 +80,7 @@ def look_at_plugins(folder: Path) -> CheckResult:
 
 
 def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> CheckResult:
-    """`before_start`: an agent is about to start, so none may run."""
+    """`before_start`: an agent is about to start, so no other agent may run."""
     if (process := holder(lock_path)) is not None:
         running = f"runs on this node ({process}holds {lock_path})"
         if not before_start:

@@ -26,14 +26,14 @@ GPU 2b3c4d5e takes nothing new: XID 79: the GPU has fallen off the bus
 POD (CONTAINER)   GPU  CORES     BUSY  MEMORY     USED  PROCS  LIMITS
 team/resnet-0       0     30      38%    5.0G     6.0G      2  over by 1.0G, mps
 (main)
-pod uid             0     30  unknown    5.0G  unknown      -  not kept
+pod uid             0     30  unknown    5.0G  unknown      -  not limited
 uid-unknown (?)
 team/bert (main)    1    100      99%   79.5G    70.0G      1  whole GPU"""
 
 WIDE_CONTAINERS = """\
 POD (CONTAINER)          GPU  CORES     BUSY  MEMORY     USED  PROCS  LIMITS
 team/resnet-0 (main)       0     30      38%    5.0G     6.0G      2  over by 1.0G, mps
-pod uid uid-unknown (?)    0     30  unknown    5.0G  unknown      -  not kept
+pod uid uid-unknown (?)    0     30  unknown    5.0G  unknown      -  not limited
 team/bert (main)           1    100      99%   79.5G    70.0G      1  whole GPU"""
 
 TURNS = """\
@@ -89,7 +89,7 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
 
 @pytest.mark.parametrize(
     ("mechanisms", "limits"),
-    [(["none"], "not kept"), (["mps-open"], "not kept"), (["nvml-memory", "limiter"], "within, nvml-memory, limiter")],
+    [(["none"], "not limited"), (["mps-open"], "not limited"), (["nvml-memory", "limiter"], "within, nvml-memory, limiter")],
 )
 def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], limits: str) -> None:
     known = {"utilization_ratio": 0.5, "memory_used_bytes": GIB}

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gpumgr.cli.examination import State
-from gpumgr.cli.examination.api_server import for_people, look_at_rights, needed
+from gpumgr.cli.examination.api_server import look_at_rights, needed, recommended_rights
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import EnforcementSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -66,7 +66,7 @@ def test_the_example_grants_exactly_what_the_defaults_use_and_names_the_rest() -
     for wanted, told in ((plain, text), (evicting, re.sub(r"(?m)^  # (- api|  res|  verbs)", r"  \1", text))):
         used = {
             (right.verb, "/".join(filter(None, (right.resource, right.subresource))))
-            for right in (*needed(wanted), *for_people(wanted))
+            for right in (*needed(wanted), *recommended_rights(wanted))
         }
         assert granted(told) == used
 
