@@ -1,11 +1,11 @@
-"""Authorization: what each client may read or change. Pure.
+"""Authorization: what each client may read or change. Pure functions.
 
 Clients on this host may read everything; only the unix socket, which only root can open, accepts maintenance requests. Remote clients may
 read metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all others
-only the probes. Headers never decide a client's origin.
+only the probes. A client's origin is the one of its socket. Headers never decide it.
 
 The `Host` header of loopback clients is checked against DNS rebinding: a web page in a browser on this host can make its own name resolve
-to 127.0.0.1, but its requests have that name in `Host`.
+to 127.0.0.1, but then its requests have this name in `Host`.
 """
 
 import hmac
@@ -78,7 +78,7 @@ _TOKEN_OR_CERTIFICATE: Final = Denial(
 
 
 def authorize(scope: Scope, caller: HttpClient, policy: AuthPolicy, names: Collection[str] = ()) -> Denial | None:
-    """Why the request is denied; None if it is allowed. `names` are this host's, besides localhost."""
+    """Why the request is denied; None if it is allowed. `names` are the names of this host besides localhost."""
     if caller.origin == "unix":
         return None
     if caller.origin == "loopback" and not all(_names_this_host(host, names) for host in caller.hosts):
@@ -113,7 +113,7 @@ def origin_of(family: int, peer: Any) -> Origin:
 
 
 def _names_this_host(host: str, names: Collection[str]) -> bool:
-    """True for every IP address, because only a name can be made to resolve to another address."""
+    """True for every IP address: DNS rebinding needs a name."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False

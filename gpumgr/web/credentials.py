@@ -1,7 +1,8 @@
 """The credential files of the web server: bearer token, certificate and key, CA of the clients.
 
-Changed files are read again until they can be used; each reason of a failure is logged once. The token is invalid until then, because
-removing the file revokes it. Earlier certificates stay in use, because certificate and key are replaced one after the other.
+Changed files are read again at each use until they can be read. Until then no token is valid, because an operator revokes the token by
+removing its file. But the earlier certificates stay in use, because certificate and key are replaced one after the other. Each reason of a
+failure is logged once.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ _Stamp = tuple[FileIdentity | None, ...]
 
 
 class _Files(ABC, Generic[T]):
-    """The value of `_make` for the files. It is made again when they change, on a thread, because a file system may hang."""
+    """The value that `_make` makes from the files. When the files have changed, `_make` is called again, on a thread, because a file system
+    may hang."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -75,8 +77,11 @@ class _Files(ABC, Generic[T]):
             self._error, self._value = str(made), self._report(made)
 
     def _changed(self, before: _Stamp | None) -> tuple[_Stamp | None, T | SettingsError] | None:
-        """Runs on the thread. After an error the stamp is None, so that the next check reads the files again: a file system's error may end
-        without a change of the files."""
+        """Returns the files' stamp with the new value or the error, or None if the files have not changed. Runs on the thread.
+
+        After an error the stamp is None, so that the next check reads the files again: a file system may recover without a change of the
+        files.
+        """
         if (stamp := _stamp(*self._paths)) == before:
             return None
         try:
@@ -100,7 +105,7 @@ class TokenFile(_Files[bytes | None]):
 
 
 class Certificates(_Files[ssl.SSLContext]):
-    """`current` returns the TLS context for the next connection. `section`: the settings' section with the files.
+    """`current` returns the TLS context for the next connection. `section`: the settings' section that names the files.
 
     With `client_ca_file` clients may present a certificate, with `clients_required` they must. The constructor raises SettingsError.
     """
@@ -120,7 +125,7 @@ class Certificates(_Files[ssl.SSLContext]):
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, client_ca_file: Path | None) -> "Certificates | None":
-        """None: plain HTTP. Raises SettingsError if a file of a pair is not set."""
+        """None if no certificate is set, which means plain HTTP. Raises SettingsError if only one file of a pair is set."""
         if (found := missing_file("http", cert_file, key_file, client_ca_file)) is not None:
             raise SettingsError(" ".join(found))
         if cert_file is None or key_file is None:
@@ -204,7 +209,7 @@ def _context(section: str, cert_file: Path, key_file: Path, client_ca_file: Path
 
 
 def _trust(section: str, context: ssl.SSLContext, client_ca_file: Path) -> None:
-    """Client certificates stay optional. One that this CA did not sign fails the handshake."""
+    """Client certificates stay optional. If a client presents a certificate that this CA did not sign, the handshake fails."""
     authorities = _read(f"{section}.client_ca_file", client_ca_file, _MOST_PEM_BYTES)
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))

@@ -1,4 +1,4 @@
-"""The handlers of the pages, which show what is in memory. Only a maintenance request may wait for the driver, the kubelet or the API
+"""Handlers of the HTTP requests. They respond from memory. Only a maintenance request may wait for the driver, the kubelet or the API
 server."""
 
 import asyncio
@@ -39,7 +39,7 @@ from gpumgr.web.state import entries_of
 _HISTORY_SHOWN: Final = 100
 MAX_STREAMS: Final = 64
 HEARTBEAT_SECONDS: Final = 15.0
-#: Clients ignore comments. This one keeps proxies from closing the connection.
+#: A comment of the event stream: clients ignore it, and it keeps proxies from closing the connection.
 _HEARTBEAT: Final = b":\n\n"
 _HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 #: All metrics of an agent that waits for the node's former agent to end.
@@ -72,7 +72,7 @@ class Pages:
         return web.Response(body=body, headers=headers)
 
     async def healthz(self, request: web.Request) -> web.Response:
-        """Always ok: an answer shows that the event loop runs, and the end of a daemon ends the process."""
+        """Always ok: the answer itself shows that the event loop runs, and if a part of the agent fails, the process ends."""
         return probe_response(request, ())
 
     async def readyz(self, request: web.Request) -> web.Response:
@@ -126,7 +126,7 @@ class Pages:
             response = web.StreamResponse(headers=_HEADERS)
             if request.transport is None:
                 raise ConnectionResetError("the client went while the state was built")
-            request.transport.set_write_buffer_limits(high=1)  # so a write waits for the socket
+            request.transport.set_write_buffer_limits(high=1)  # so that a write waits for a slow client
             with suppress(ConnectionError):
                 await response.prepare(request)
                 while (event := await self._next_event(states)) is not None and await request[DENIED_NOW]() is None:
@@ -228,8 +228,8 @@ def make_app(
 def make_waiting(
     no_driver: Callable[[], Sequence[str]], not_ready: Callable[[], Sequence[str]], waits_for: Callable[[], str]
 ) -> Callable[[CurrentPolicy], web.Application]:
-    """The application of an agent that waits for another one. Other paths than probes and metrics answer 503 with the text of
-    `waits_for`."""
+    """The application of an agent that waits until the node's former agent has ended. All paths except probes and metrics respond 503 with
+    the text of `waits_for`."""
 
     async def healthz(request: web.Request) -> web.Response:
         return probe_response(request, ())
@@ -241,7 +241,7 @@ def make_waiting(
         return metrics_response(WAITING_METRIC.encode())
 
     async def elsewhere(_request: web.Request) -> web.Response:
-        return failure(503, f"this agent {waits_for()}, which has the node; ask that one")
+        return failure(503, f"this agent does not serve the node yet: it {waits_for()}")
 
     def application(policy: CurrentPolicy) -> web.Application:
         scopes: dict[str, Scope] = {"/healthz": "probe", "/readyz": "probe", "/metrics": "metrics"}

@@ -1,7 +1,7 @@
 """The HTTP server of agent, scheduler and claims controller.
 
-It accepts connections itself and hands them to aiohttp. So a connection counts before its TLS handshake, and each handshake uses the
-present certificates.
+It accepts connections itself and hands them to aiohttp. So a connection counts toward the limit already before its TLS handshake, and each
+handshake uses the current certificates.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """TCP connections beyond `connections` are closed at once; unix connections count, but are never refused.
 
     A connection ends if its handshake or first headers take more than `request_seconds`, if it is idle for `idle_seconds`, or if the client
-    leaves a response unread for `unread_seconds`.
+    leaves a response unread for `unread_seconds`. `stop_seconds`: see `HttpServer.stop`.
     """
 
     connections: int = 512
@@ -87,9 +87,9 @@ class HttpServer:
         self._starting: dict[asyncio.Task[None], socket.socket] = {}
         self._bugs = BugLog("web_connection")
         self._open: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
-        #: Connections without a request -> the deadline for it (the event loop's clock).
+        #: Connections that have sent no request yet -> the deadline of the request, by the event loop's clock.
         self._silent: weakref.WeakKeyDictionary[asyncio.Transport, float] = weakref.WeakKeyDictionary()
-        #: Refused at the limit; requests of clients that disconnected before the response.
+        #: Counts connections that were refused at the limit, and requests of clients that disconnected before the response.
         self.connections_refused = 0
         self.disconnects = 0
 
@@ -150,7 +150,7 @@ class HttpServer:
             transport.abort()
         await asyncio.gather(*starting, return_exceptions=True)
         for task, connected in starting.items():
-            if task.cancelled():  # perhaps before its first step
+            if task.cancelled():  # before its first step, `_begin` itself can't close the socket
                 connected.close()
 
     def _tcp_names(self) -> list[Any]:
@@ -174,7 +174,7 @@ class HttpServer:
                 task = asyncio.create_task(self._begin(connected), name="web_connection")
                 self._starting[task] = connected
                 task.add_done_callback(self._starting.pop)
-            await asyncio.sleep(0)  # `accept` does not wait while connections are queued
+            await asyncio.sleep(0)  # while connections are queued, this loop would not let other tasks run
 
     async def _begin(self, connected: socket.socket) -> None:
         loop, limits = asyncio.get_running_loop(), self._limits
@@ -234,9 +234,10 @@ class HttpServer:
 
 
 class PageServer(HttpServer):
-    """Serves the pages of a process under the rules of the section `http`.
+    """Serves an application with the address, certificates and token of the settings' section `http`.
 
-    `make_app` gets a function that returns the current policy. The constructor raises SettingsError if a file can't be used.
+    `make_app` gets a function that returns the current policy. The constructor raises SettingsError if a certificate or token file can't be
+    used.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ class ListenError(InputError):
 
 
 async def listen_tcp(host: str, port: int) -> list[socket.socket]:
-    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them accepts loopback connections. Port 0 is one free
-    port for all.
+    """Listens on all addresses of `host`, and on 127.0.0.1 if none of them accepts loopback connections. Port 0 takes a free port, the same
+    one for all addresses.
 
     Raises ListenError; no socket stays open then.
     """
@@ -33,7 +33,7 @@ async def listen_tcp(host: str, port: int) -> list[socket.socket]:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, address in found:
             port = port or (listeners[0].getsockname()[1] if listeners else 0)
-            # "::" means all addresses, also of IPv4. A name may have addresses of both families.
+            # A socket for "::" also serves IPv4, unless `host` has IPv4 addresses too, which get sockets of their own.
             both = address[0] == "::" and len(found) == 1 and socket.has_dualstack_ipv6()
             place = (address[0], port, *address[2:])
             listeners.append(socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both))
@@ -53,7 +53,7 @@ def needs_loopback(addresses: Sequence[str]) -> bool:
 
 
 def _listen_loopback(port: int) -> list[socket.socket]:
-    """Empty if that fails: the configured address still serves the pages."""
+    """Empty if it can't listen there: the configured address still serves the pages."""
     try:
         return [socket.create_server((_LOOPBACK, port), backlog=_BACKLOG)]
     except OSError as error:
@@ -64,7 +64,7 @@ def _listen_loopback(port: int) -> list[socket.socket]:
 
 
 def listen_unix(unix: UnixSocket) -> socket.socket:
-    """Makes the folder, too. Raises ListenError."""
+    """Makes the socket's folder if it does not exist. Raises ListenError."""
     try:
         unix.path.parent.mkdir(parents=True, exist_ok=True)
         listener = unix.bind()

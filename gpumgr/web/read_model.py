@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Enforcement(Protocol):
-    """The parts of the node's enforcement that are shown."""
+    """The parts of the node's enforcement that the pages show."""
 
     vcuda: VcudaBackend
     mps: Mps
@@ -48,7 +48,7 @@ class Enforcement(Protocol):
 
 
 class Components(Protocol):
-    """The parts of the agent that are shown. `dra` is None in mode plugin."""
+    """The parts of the agent that the pages show. `dra` is None in mode plugin."""
 
     settings: Settings
     metrics: Metrics
@@ -157,7 +157,8 @@ class ReadModel:
         return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
 
     def _unlisted(self, *, some: bool) -> tuple[str, ...]:
-        """The sentence about GPUs that the driver does not list. With `some` only if it lists other GPUs, else only if it lists none."""
+        """The sentence about GPUs that the driver does not list. With `some`, only if the driver lists other GPUs; without, only if it
+        lists none."""
         snapshot = self._components.agent_state.inventory.snapshot
         sentence = snapshot.unlisted_sentence if self._components.hardware_events.driver_up else None
         return (sentence,) if sentence is not None and some == bool(snapshot.gpus or snapshot.failures) else ()
@@ -167,7 +168,8 @@ class ReadModel:
         return self._unlisted(some=True)
 
     def _slice_troubles(self, *, offered: bool) -> tuple[str, ...]:
-        """What is wrong with the node's ResourceSlice. With `offered` only if it still offers GPUs, else only if not."""
+        """What is wrong with the node's ResourceSlice. With `offered`, only if the slice still offers GPUs; without, only if it offers
+        none."""
         if self._components.dra is None:
             return ()
         state = self._components.dra.publisher.state
@@ -186,6 +188,7 @@ class ReadModel:
         return ("the driver's library does not answer" if hardware.sampled_at else "no driver was found yet",)
 
     def status(self) -> str:
+        """The line for `systemctl status`."""
         states, hardware = self._components.link.states.values(), self._components.hardware_events
         mode = "mode dra, " if self._components.dra is not None else ""
         registered = f"{mode}registered {sum(state.registered for state in states)}/{len(states)}"
@@ -200,7 +203,7 @@ class ReadModel:
 
     @property
     def states(self) -> LatestValue[bytes]:
-        """/api/state as JSON, published once per sample period while there are subscribers; first b""."""
+        """/api/state as JSON, published once per sample period while there are subscribers. The value before the first one is b""."""
         return self._states
 
     async def state(self) -> bytes:

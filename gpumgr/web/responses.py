@@ -61,7 +61,7 @@ def accepts(header: str, name: str) -> bool:
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-#: A maintenance request has some hundred bytes, a request for a page none.
+#: The body of a maintenance request has some hundred bytes. Requests for pages have no body.
 MAX_BODY_BYTES: Final = 4096
 BODY_SECONDS: Final = 10.0
 #: Key of a request: its client may read any page, not only metrics and probes.
@@ -78,7 +78,7 @@ OriginOf = Callable[[int, Any], Origin]
 def make_middleware(
     scopes: Mapping[str, Scope], policy: CurrentPolicy, names: Collection[str], *, origin_of: OriginOf = origin_of
 ) -> Middleware:
-    """`scopes`: canonical path -> scope; other paths are "page". `policy` is for remote clients. `names`: this host's."""
+    """`scopes`: canonical path -> scope; other paths are "page". `policy` is for remote clients. `names`: this host's names."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -155,6 +155,7 @@ def _http_failure(request: web.Request, error: web.HTTPException) -> web.Respons
 
 
 def _last(response: web.Response) -> web.Response:
+    """Closes the connection after the response, because the rest of the request was not read."""
     response.force_close()
     return response
 
@@ -165,7 +166,7 @@ _INLINE: Final = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1\s*>", re.DOTALL |
 
 
 class IndexPage:
-    """Compresses the file once; aiohttp's `enable_compression` would do so for each request."""
+    """Compresses the page once. aiohttp's `enable_compression` would compress it for each request."""
 
     def __init__(self, path: Path = PAGE) -> None:
         self.plain = path.read_bytes()

@@ -1,9 +1,9 @@
 """The documents about a node and about one pod: pure functions of a report and the history.
 
-An unknown value is null. Samples from before the driver became unavailable are null, too.
+An unknown value is null. While the driver is unavailable, sampled values are unknown.
 
-Pods of one name may follow each other. `uid` is the newest pod's UID, and each allocation and entry has the UID of its own pod. A static
-pod has its mirror pod's UID here; the UID that the kubelet uses means the same pod.
+Several pods may have had the same name one after another. `uid` is the newest pod's UID. Each allocation and entry has the UID of its own
+pod. A static pod is shown with the UID of its mirror pod. Entries with the UID that the kubelet uses for a static pod are found, too.
 """
 
 import sys
@@ -39,7 +39,7 @@ from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.tree import Group, build_tree, indices
 
-#: How many of the newest entries the document has; /api/history has all.
+#: How many of the newest history entries the document of the node has. /api/history can return all.
 HISTORY_SHOWN: Final = 50
 
 _NO_USE: Final = NodeUse()
@@ -64,7 +64,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
         nvlinks=_nvlinks(topology),
         levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
         gpus=tuple(gpu_rows(report)),
-        # GPUs that the driver can't describe and that were never registered have no name.
+        # GPUs that the driver lists but can't describe, and that were never registered. So they have no row in `gpus`.
         failures=tuple(
             Failure(index=failure.index, uuid=failure.uuid, message=failure.reason)
             for failure in report.view.inventory.unnamed(report.view.ledger.gpu_registry)
@@ -145,7 +145,7 @@ def _tree(node: Group | int, labels: Sequence[str]) -> TreeNode:
 
 
 def _registered(report: NodeReport) -> dict[GpuName, tuple[RegisteredGpu, Gpu | None]]:
-    """Every registered GPU with what the driver shows of it now."""
+    """Every registered GPU, with what the driver shows of it now (None: nothing)."""
     gpu_registry = report.view.ledger.gpu_registry
     shown = report.view.inventory.gpus(gpu_registry)
     return {registered.name: (registered, shown.get(registered.name)) for registered in gpu_registry.gpus}
@@ -190,8 +190,8 @@ def pod_details(
 ) -> PodDetails | None:
     """The document of /api/pods/NAMESPACE/POD; None if nothing is known. `view` is the API server's pod, `history` is oldest first.
 
-    The document has the entries of all pods of this name. It also has the entries about their GPUs from the first to the last of the pods'
-    entries, or up to now while there is an allocation.
+    The document has the entries of all pods of this name. It also has the entries about these pods' GPUs: from the first entry of the pods
+    to the last, or up to now while an allocation exists.
     """
     ledger = report.view.ledger
     holders = _holders(ledger, history)
@@ -241,7 +241,7 @@ def entries_of(ledger: Ledger, history: Sequence[HistoryEntry], pod: PodKey) -> 
 
 
 def _holders(ledger: Ledger, history: Sequence[HistoryEntry]) -> dict[AllocationId, Holder]:
-    """The last known pod of each allocation. Some are granted with a wrong name, or before the name is known."""
+    """The last known pod of each allocation. Some allocations are granted before the pod's name is known, or with a wrong name."""
     holders: dict[AllocationId, Holder] = {e.id: (e.pod, e.pod_uid) for e in history if e.id and (e.pod or e.pod_uid)}
     return holders | {a.id: (a.pod, a.uid) for a in ledger.allocations.values() if a.pod or a.uid}
 

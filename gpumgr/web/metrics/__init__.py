@@ -3,7 +3,7 @@
 Every label has a bounded set of values. Counters only grow, also when a resource is registered again.
 
 `Exposition` renders pages on a thread once a sample period, but only formats that were scraped recently. Rendering releases the GIL often,
-so that an Allocate call does not wait for its end.
+so that an Allocate call need not wait until it has ended.
 """
 
 import asyncio
@@ -60,8 +60,9 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 class Metrics:
     """All metrics of the agent. No method blocks, except `render`, which is for a thread.
 
-    `pods` returns the node's known pods. `names` selects the gauges of gpu-manager and HAMi. `process` adds this process's memory, CPU time
-    and file descriptors. `resources`: the offered resources -> their names; in mode dra the DRA driver's name `driver` replaces them.
+    `pods` returns the node's known pods. `names` selects whether gpu-manager's and HAMi's gauges are also shown. `process` adds this
+    process's memory, CPU time and file descriptors. `resources`: the offered resources -> their names; in mode dra the DRA driver's name
+    `driver` replaces them.
     `clocks`: monotonic and unix time, in seconds.
     """
 
@@ -163,7 +164,7 @@ class Metrics:
         self._names = names
 
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
-        """`listed`: the kubelet gets device lists of it."""
+        """`listed`: whether the kubelet gets device lists of the resource, as it does in mode plugin."""
         self._resources[kind], self._counted_registrations[kind] = resource, 0
         for rpc, (requests, seconds) in self._served.items():
             self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
@@ -184,13 +185,13 @@ class Metrics:
         self._drift.labels(what).inc(count)
 
     def linked(self, kind: str, *, registered: bool, registrations: int) -> None:
-        """`registrations` counts successful ones since the process's start."""
+        """`registrations`: the number of successful registrations since the process's start."""
         self._registered.labels(self._resources[kind]).set(registered)
         self._registrations.labels(self._resources[kind]).inc(max(0, registrations - self._counted_registrations[kind]))
         self._counted_registrations[kind] = registrations
 
     def listed(self, kind: str) -> None:
-        """The kubelet gets another device list."""
+        """A new device list was sent to the kubelet."""
         self._updates.labels(self._resources[kind]).inc()
 
     def xid(self, uuid: str | None, number: int) -> None:
@@ -206,7 +207,7 @@ class Metrics:
         self._moved_bytes.labels(operation).inc(memory_bytes)
 
     def resumed(self, waited_seconds: float) -> None:
-        """`waited_seconds`: since the demand."""
+        """`waited_seconds`: from the demand for the resume to its end."""
         self._resume_waits.observe(waited_seconds)
 
     def evicted(self) -> None:
@@ -256,7 +257,7 @@ def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
 
 # -- scrapes -------------------------------------------------------------------------------------------------------------------
 
-#: How long a format is rendered after its last scrape: longer than a usual interval.
+#: How long a format is rendered after its last scrape: longer than the usual interval between scrapes.
 WANTED_SECONDS: Final = 150.0
 #: Higher levels save few bytes of such text.
 _GZIP_LEVEL: Final = 1

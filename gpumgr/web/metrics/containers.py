@@ -1,7 +1,7 @@
 """Metrics of containers: what they hold, use and may use. Pure functions of a report.
 
-Only containers that share a GPU have series of limits, and only containers of the limiter have series of turns (the times in which it lets
-them launch).
+Only containers that share a GPU have series of limits. Only containers with the backend limiter have series of turns: a turn is a time in
+which the limiter lets a container launch work.
 """
 
 from collections.abc import Callable, Iterator

@@ -84,7 +84,7 @@ async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> 
         await expect(dialog).to_be_visible()
         for fact in ("PodRunning", "Requestsmain: 9 cores, 16 memory blocks", "UIDuid-1"):
             await expect(dialog.locator("dl")).to_contain_text(fact)
-        await expect(dialog.locator("ul.feed li")).to_contain_text("5 of 9 cores, 2.0 of 4.0 GiB; kept by mps")
+        await expect(dialog.locator("ul.feed li")).to_contain_text("5 of 9 cores, 2.0 of 4.0 GiB; limited by mps")
         await expect(dialog.locator("ul.feed li")).to_contain_text("GPU1")
         await expect(dialog.locator("ol li")).to_contain_text("9 cores on GPU1")
         await expect(dialog.get_by_role("link", name="Details as JSON")).to_have_attribute("href", "api/pods/team/web")
@@ -102,7 +102,7 @@ async def test_details_have_the_turns_of_the_limiter(browser: Browser, stage: St
     async with opened(browser, stage) as page:
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         dialog = page.get_by_role("dialog", name="team/web")
-        sentence = "; held the GPU 24 % of the last seconds, waited 61 % for its turn; kept by limiter"
+        sentence = "; held the GPU 24 % of the last seconds, waited 61 % for its turn; limited by limiter"
         await expect(dialog.locator("ul.feed li")).to_contain_text(sentence)
 
 
