@@ -101,7 +101,7 @@ class PartitionSearch:
         return found
 
     def _loss_of_rest(self, state: int, size: int, limit: int) -> int:
-        """The least loss of splitting the `size` GPUs that `state` counts into sets; above `limit`, a lower bound."""
+        """The least loss if the `size` GPUs in `state` are split into sets. If this loss is above `limit`, the result is a lower bound."""
         known = self._loss.get(state)
         if known is not None:
             return known
@@ -121,7 +121,7 @@ class PartitionSearch:
         return best
 
     def _least(self, candidates: Sequence[tuple[int, int]], state: int, size: int, best: int) -> int:
-        """The lower of `best` and the least loss of splitting `state` into one of `candidates` and `size` other GPUs."""
+        """The least loss if `state` is split into one of `candidates` and `size` other GPUs; `best`, if this is lower."""
         guards, guarded, tried = self._guards, state | self._guards, 0
         for loss, packed in candidates:
             if loss >= best:
@@ -257,8 +257,8 @@ def _kinds(tree: Group, free: Sequence[int], room: Mapping[int, int] | None) -> 
 def _grown_sets(
     scores: Scores, free: Sequence[int], k: int, required: Sequence[int], room: Mapping[int, int], blocks_needed: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Grows a set from each GPU. Returns the sets with the highest total of two scores, the set's and the remaining GPUs', as (score of the
-    set, GPUs)."""
+    """Grows a set from each GPU. The total of a set is its score plus the score of a partition of the remaining GPUs. Returns the sets with
+    the highest total as (score of the set, GPUs)."""
     found: dict[tuple[int, ...], int] = {}
     for seed in free:
         chosen = list(required) if seed in required or len(required) == k else [*required, seed]

@@ -4,8 +4,8 @@ docs/scheduler.md describes the policies. Among nodes that are equal for a polic
 one policy for nodes and another for GPUs, nodes are compared as in HAMi's scheduler: by the used part of all their GPUs.
 
 For a share of one GPU, the search compares rooms (equal GPUs with equal use) and runs no evaluator. For other requests, GPUs are chosen
-once for each profile (nodes that differ only by name), and the profile keeps the rank. The lowest possible rank of a node in a group
-decides whether the nodes of the group are examined: only nodes that may be among the best are.
+once for each profile (nodes that differ only by name), and the profile keeps the rank. For each group of nodes, the search first computes
+the lowest rank that one of its nodes can have. It skips the group if this rank is worse than the ranks of the best nodes so far.
 """
 
 from bisect import bisect_left

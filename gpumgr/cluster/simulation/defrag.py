@@ -50,6 +50,7 @@ class Defrag:
                     self._restore(group)
 
     def _with(self, pod: LivePod, spot: Spot, rest: Sequence[LivePod], most: int) -> Iterator[Moves]:
+        """Yields the ways of `_ways` in which `pod` is at `spot`."""
         self._cluster.put(pod, spot)
         self._placed.add(pod.uid)
         try:

@@ -92,6 +92,7 @@ class LiveCluster:
         self._used[node].subtract(pod.requests)
 
     def there(self, node: str) -> Collection[LivePod]:
+        """The pods that are placed on the node now."""
         return self._there[node].values()
 
     def free(self, node: str) -> Resources:

@@ -145,6 +145,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Cluster:
+    """`changes`: all changes so far, so that a policy computes only the nodes that have changed."""
+
     def __init__(self, specs: Iterable[NodeSpec]) -> None:
         self.nodes: Sequence[Node] = tuple(map(Node, specs))
         self.changes: list[Change] = []
