@@ -145,8 +145,8 @@ def uncordon(gpu: str, location: AgentLocation, output: str) -> None:
 def reset(gpu: str, location: AgentLocation, output: str) -> None:
     """Reset a GPU that is cordoned and empty, by `nvidia-smi --gpu-reset`. It stays cordoned.
 
-    nvidia-smi refuses while a process has the GPU open. The agent closes it for the reset; stop other monitors (DCGM) and persistence mode
-    yourself. nvidia-smi reports it if several GPUs can only be reset together.
+    nvidia-smi refuses while a process has the GPU open. The agent closes the GPU by itself, but stop other monitors (DCGM) and persistence
+    mode before. If several GPUs can only be reset together, nvidia-smi reports that.
 
     \b
     Examples:

@@ -45,7 +45,7 @@ Examples:
 _EXIT_CODES: Final = {0: "simulated", 1: "the output can't be written", 2: "wrong usage or input"}
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 _ANY_FILE: Final = click.Path(dir_okay=False, path_type=Path)
-#: Imported only for `fit`, `defrag` and snapshots, because each worker process imports the module that this line is in.
+#: Imported only for `fit`, `defrag` and snapshots, because each worker process imports `gpumgr.cli.simulate`.
 _LIVE: Final = "gpumgr.cli.simulate_live"
 CPUS_PER_GPU: Final = click.Option(
     ["--cpus-per-gpu"],

@@ -35,7 +35,7 @@ _WAIT = click.option(
 def command(pod: PodKey, kubeconfig: Path | None, wait: float) -> None:
     """Move the GPU memory of the containers of POD (NAME or NAMESPACE/NAME) to the host's memory.
 
-    Until they are resumed, their calls of CUDA wait. With the backend limiter such a call resumes the container.
+    Until a container is resumed, its CUDA calls wait. With the backend limiter, such a call resumes the container.
 
     \b
     Examples:

@@ -89,7 +89,7 @@ def read_elf(path: Path) -> Elf:
 
 
 def read_header(descriptor: int) -> Header:
-    """Raises ElfError unless the file is an ELF file, and OSError."""
+    """Raises OSError, and ElfError if the file is not an ELF file."""
     return _header(_reader(descriptor))
 
 

@@ -51,7 +51,7 @@ class NvmlAbsent(NvmlError):
 
 
 class MpsError(GpumgrError):
-    """NVIDIA's MPS control program failed, or something that this program needs did. The message says what, where, and what to do."""
+    """NVIDIA's MPS control program, or something that it needs, failed. The message says what, where, and what to do."""
 
 
 class MpsTransientError(MpsError):

@@ -40,7 +40,7 @@ class _Files(ABC, Generic[T]):
         self._paths = paths
         self._calls = DaemonCalls("web-credentials")
         self._looking: asyncio.Task[None] | None = None
-        #: None if the files could not be used at the last check (`_error`).
+        #: None if the files could not be used at the last check. `_error` is the reason.
         self._stamp: _Stamp | None = _stamp(*paths)
         self._error: str | None = None
         self._value = self._make()

@@ -64,7 +64,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
         nvlinks=_nvlinks(topology),
         levels=tuple(tuple("X" if a == b else topology.levels[a][b].name for b in rows) for a in rows),
         gpus=tuple(gpu_rows(report)),
-        # GPUs that the driver lists but can't describe, and that were never registered. So they have no row in `gpus`.
+        # GPUs that the driver lists but can't describe, without the ones that are in `gpus` according to their UUIDs.
         failures=tuple(
             Failure(index=failure.index, uuid=failure.uuid, message=failure.reason)
             for failure in report.view.inventory.unnamed(report.view.ledger.gpu_registry)

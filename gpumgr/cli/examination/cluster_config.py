@@ -46,7 +46,7 @@ def parse_config(text: str) -> Mapping[str, Any]:
 
 
 def profiles_of(config: Mapping[str, Any]) -> list[str]:
-    """Pods name a profile in spec.schedulerName."""
+    """The names of the profiles. A pod chooses one in spec.schedulerName."""
     return [str(each.get("schedulerName", "default-scheduler")) for each in config.get("profiles") or [{}]]
 
 

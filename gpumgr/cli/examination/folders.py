@@ -76,7 +76,7 @@ def obstacle(folder: Path) -> str | None:
 
 
 def look_at_settings(unread: Path) -> CheckResult:
-    """`unread`: a file with settings that is not read."""
+    """`unread`: a file that had settings of earlier versions, and is no longer read."""
     if unread.exists():
         message, _, remedy = unread_sentence(unread).partition("; ")
         return warning(message, remedy)

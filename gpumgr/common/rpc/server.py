@@ -64,7 +64,7 @@ class DrainingServer(OpenServer):
         return not self._unary_calls and self._last_unary + _PAIR_SECONDS <= asyncio.get_running_loop().time()
 
     async def listen_on(self, sock: socket) -> None:
-        """Replaces the listening socket by the bound `sock`. Connections and calls stay."""
+        """Replaces the listening socket by the bound `sock`. Existing connections and calls continue."""
         earlier, self.listener = self.listener, None
         try:
             await self.start(sock=sock)

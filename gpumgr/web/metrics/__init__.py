@@ -199,6 +199,7 @@ class Metrics:
         self._xids.labels(uuid or "", str(number) if 0 <= number <= _LAST_XID else "other").inc()
 
     def went_over(self) -> None:
+        """A container exceeded its memory."""
         self._over_limit.inc()
 
     def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:
@@ -217,9 +218,11 @@ class Metrics:
         self._findings.labels(backend if backend in BACKENDS else "other", code if code in FINDINGS else "other").inc()
 
     def batched(self, seconds: float) -> None:
+        """One sample of all GPUs took this long."""
         self._batch.observe(seconds)
 
     def lagged(self, seconds: float) -> None:
+        """A timer of the event loop was this late."""
         self._lag.observe(seconds)
 
     # -- rendering ---------------------------------------------------------------------------------------------------------
