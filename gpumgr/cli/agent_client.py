@@ -174,9 +174,9 @@ def _from_checkpoint(folder: Path, reason: str, pod: PodKey | None) -> NodeData:
     try:
         loaded = read_checkpoint(folder)
     except GpumgrError as error:
-        raise GpumgrError(f"{reason}; and without it: {error}") from error
+        raise GpumgrError(f"{reason}; and its checkpoint can't be used: {error}") from error
     if loaded.lost:
-        raise GpumgrError(f"{reason}; and without it: {loaded.why}")
+        raise GpumgrError(f"{reason}; and its checkpoint can't be used: {loaded.why}")
     written = max((file.stat().st_mtime for file in folder.glob(f"{NAME}*")), default=0.0)
     click.echo(
         f"gpumgr: {printable(reason)}. What follows is from the checkpoint in {folder}, last written at {clock_time(written)}.",

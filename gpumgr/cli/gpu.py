@@ -39,7 +39,7 @@ _REASON = click.option(
     metavar="TEXT",
     help="Shown with the GPU, and in the message of a pod that is refused because the GPU is out of service.",
 )
-_LISTED: Final = "the driver and the container runtime have listed its processes (log events nvml_down, cri_unavailable)"
+_LISTED: Final = "the driver and the container runtime have listed the GPU's processes (log events nvml_down, cri_unavailable)"
 _REFUSED: Final = "the agent refuses or does not respond"
 _WRONG: Final = "wrong usage or settings, or no such GPU"
 _EXIT_CODES: Final = {0: "done", 1: _REFUSED, 2: _WRONG}
@@ -82,9 +82,7 @@ def cordon(gpu: str, reason: str, location: AgentLocation, output: str) -> None:
 @command.command(cls=ExitingCommand, exit_codes={0: "the GPU is empty", 1: f"it is not empty, or {_REFUSED}", 2: _WRONG})
 @_GPU
 @_REASON
-@click.option(
-    "--evict", is_flag=True, help="Evict the pods that are on it through the API server, within their disruption budgets."
-)
+@click.option("--evict", is_flag=True, help="Evict the GPU's pods through the API server, within their disruption budgets.")
 @click.option("--wait", is_flag=True, help="Wait until the GPU is empty.")
 @click.option(
     "--timeout",

@@ -85,7 +85,7 @@ def _reason(entry: HistoryEntry) -> str:
 )
 @click.option("--refused", is_flag=True, help="Only refusals.")
 @click.option("--pod", metavar="POD", type=PodName(), help="Only about this pod: NAME or NAMESPACE/NAME, as for `gpumgr why`.")
-@click.option("--since", metavar="DURATION", help="Only from the last 90s, 10m, 1h30m, 2d.")
+@click.option("--since", metavar="DURATION", help="Only entries of the last DURATION, for example 90s, 10m, 1h30m, 2d.")
 @click.option("--follow", is_flag=True, help="Continue with new entries; Ctrl-C ends it.")
 @agent_options
 @click.option(

@@ -165,7 +165,7 @@ def install_library(folder: Path, source: Path, *, sha256: str | None, version: 
 
 @command.command("library", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--sha256", help="What sha256sum prints for the right file; another file is refused.")
+@click.option("--sha256", help="The expected SHA-256. A file with another one is refused.")
 @click.option("--version", default="unknown", help="The version that `gpumgr doctor` shows, such as the commit of the build.")
 def library(file: Path, sha256: str | None, version: str) -> None:
     """Install HAMi-core's libvgpu.so for the backend hami-core, in the folder `lib` below checkpoint.dir.

@@ -56,7 +56,7 @@ class _Row(msgspec.Struct, frozen=True):
     type=click.IntRange(min=1),
     default=320,
     show_default=True,
-    help="Blocks of each GPU of a --topology; a --sim node has its own.",
+    help="Memory blocks of each GPU with --topology. With --sim, the node's description has them.",
 )
 @click.option("--output", type=click.Choice(["json", "text"]), default="json", show_default=True)
 def command(

@@ -156,7 +156,7 @@ def _head(pod: PodDetails) -> Iterator[str]:
 def _request(pod: PodDetails, *, live: bool) -> Iterator[str]:
     if not pod.request:
         cause = "the API server does not have the pod" if live else "the agent does not respond"
-        yield f"Its request is not known: {cause}. The decisions below have what the kubelet requested."
+        yield f"Its request is not known: {cause}. The decisions below show what the kubelet requested."
         return
     yield "It requests:"
     for request in pod.request:
@@ -293,7 +293,7 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
 def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
     memory = memory_text(row.memory_bytes)
     if row.memory_limit_bytes is not None:
-        memory += f" (and up to {memory_text(row.memory_limit_bytes)} while that is granted to no container)"
+        memory += f" (and up to {memory_text(row.memory_limit_bytes)} while no container is granted the rest)"
     share = (
         f"{gpus.label(row.gpu)} whole" if row.whole else f"{count_text(row.cores, 'core')} and {memory} of {gpus.label(row.gpu)}"
     )

@@ -26,7 +26,7 @@ from gpumgr.settings.schema import KubeletSettings
 T = TypeVar("T")
 
 IF_HUNG: Final = "the API server is overloaded or can't be reached: check the server's address in the kubeconfig"
-_ACCOUNT: Final = "run it with an account that may read this, for example an administrator's kubeconfig"
+_ACCOUNT: Final = "run gpumgr doctor with an account that may read this, for example an administrator's kubeconfig"
 
 
 async def judged(look: Callable[[T], Awaitable[CheckResult]], peer: T) -> CheckResult:
@@ -222,8 +222,8 @@ async def look_at_claims(settings: Settings) -> CheckResult:
         ]
         if gone:
             return warning(
-                f"these hold GPUs, and the API server has no such claim: {', '.join(map(str, gone))}",
-                "nothing, if the agent runs: it frees them in about a minute, when the kubelet has ended their pods",
+                f"these claims hold GPUs, but do not exist in the API server: {', '.join(map(str, gone))}",
+                "nothing if the agent runs: when the kubelet has ended their pods, the agent frees the GPUs in about a minute",
             )
         return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
 

@@ -242,7 +242,7 @@ async def _inventories(cluster: Cluster) -> CheckResult:
     if none := [each.state.name for each in nodes if each.inventory == "none" and (each.state.gpus or each.problem)]:
         return warning(
             f"{CORE_RESOURCE} without an inventory (gpu-manager, or an agent that can't write to its node): {_some(none)}",
-            "their GPUs are assumed to be equal; look at the agent's log, or take them over (config/migrate-from-gpu-manager.md)",
+            "the GPUs of such a node count as equal; look at the agent's log, or replace gpu-manager (config/migrate-from-gpu-manager.md)",
         )
     return ok(f"{sum(each.inventory == 'used' for each in nodes)} nodes")
 
@@ -257,6 +257,6 @@ async def _other_pods(cluster: Cluster) -> CheckResult:
     if not others:
         return ok(f"all pods with GPUs are placed by {', '.join(ours)}")
     return warning(
-        f"pods with GPUs of other schedulers: {_some(others)}",
+        f"pods with GPUs that other schedulers place: {_some(others)}",
         f"set schedulerName: {ours[0]} in their templates; until then the agent chooses their GPUs, and may refuse them",
     )

@@ -59,7 +59,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         return
     yield from _extender_problems(ours[0], managed)
     if (config.get("podMaxBackoffSeconds") or 10) > 2:
-        yield False, "podMaxBackoffSeconds is above 2; after an outage of the extender pods wait for up to that time"
+        yield False, "podMaxBackoffSeconds is above 2; after an outage of the extender, pods may wait that long"
     common = config.get("percentageOfNodesToScore")
     for profile in config.get("profiles") or [{}]:
         if (profile.get("percentageOfNodesToScore") or common) != 100:

@@ -20,7 +20,7 @@ from gpumgr.ledger.tables import CorruptError
 from gpumgr.settings import Settings
 
 IF_HUNG: Final = "check whether the file systems of the settings' folders answer (`df`)"
-_REMEDY: Final = "set them to folders on a file system that the agent may write to"
+_REMEDY: Final = "set these settings to folders on a file system that the agent may write to"
 
 
 def backend_words(settings: Settings) -> frozenset[str]:
@@ -80,7 +80,7 @@ def look_at_settings(unread: Path) -> CheckResult:
     if unread.exists():
         message, _, remedy = unread_sentence(unread).partition("; ")
         return warning(message, remedy)
-    return ok("no settings in files that are not read")
+    return ok("no settings file of earlier versions is left")
 
 
 _READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that it may read"
@@ -92,7 +92,8 @@ def look_at_checkpoint(folder: Path) -> CheckResult:
         loaded = read_checkpoint(folder)
     except CorruptError as damaged:
         return warning(
-            str(damaged), "nothing, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
+            str(damaged),
+            "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet",
         )
     except CheckpointError as exception:
         return error_of(exception, _READ)
@@ -101,7 +102,7 @@ def look_at_checkpoint(folder: Path) -> CheckResult:
     if broken := loaded.ledger.violations():
         return warning(
             f"the checkpoint in {folder} contradicts itself: {broken[0]}",
-            "nothing: the agent sets the file aside and rebuilds the ledger from the kubelet",
+            "nothing to do: the agent sets the file aside and rebuilds the ledger from the kubelet",
         )
     return ok(f"{count_text(len(loaded.ledger.allocations), 'allocation')} in {folder}")
 

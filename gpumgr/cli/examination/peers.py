@@ -93,7 +93,7 @@ def look_at_agent(lock_path: Path, folder: Path, *, before_start: bool) -> Check
         message = f"another gpumgr with another process.lock_path than {lock_path} serves {folder}"
         if before_start:
             return error(message, "stop one of them, or they replace each other's sockets")
-        return warning(message, "ask with its settings: gpumgr doctor --config FILE")
+        return warning(message, "check again with its settings: gpumgr doctor --config FILE")
     return ok("none runs on this node")
 
 

@@ -183,11 +183,13 @@ async def test_a_drain_of_a_gpu_that_was_not_checked_yet_is_not_done(agent: Agen
     agent.unlooked = 1
     result = await agent.run("drain", "3")
     assert result.exit_code == 1
-    assert "still on it: not known before the driver and the container runtime have listed its processes" in result.stdout
+    assert "still on it: not known before the driver and the container runtime have listed the GPU's processes" in result.stdout
     agent.unlooked = 2
     result = await agent.run("drain", "3", "--wait")
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
-    assert result.stderr.startswith("waiting until the driver and the container runtime have listed its processes (log events ")
+    assert result.stderr.startswith(
+        "waiting until the driver and the container runtime have listed the GPU's processes (log events "
+    )
 
 
 async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent) -> None:

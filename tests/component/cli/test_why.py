@@ -60,7 +60,7 @@ async def test_without_the_agent_the_checkpoint_is_read(folder: Path, gpumgr_com
     assert ended.out == (
         "Pod team/resnet-0, uid uid-resnet-0.\n"
         "\n"
-        "Its request is not known: the agent does not respond. The decisions below have what the kubelet requested.\n"
+        "Its request is not known: the agent does not respond. The decisions below show what the kubelet requested.\n"
         "\n"
         "What happened:\n"
         "  2023-11-14 22:13:20Z  granted 30 cores to main\n"
@@ -99,4 +99,4 @@ async def test_with_neither_agent_nor_checkpoint_both_reasons_are_printed(folder
 async def test_an_unreadable_checkpoint_is_reported(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder)
     (folder / NAME).write_bytes(b"no checkpoint" * 100)
-    (await gpumgr_command("why", "team/resnet-0")).failed(1, "and without it:")
+    (await gpumgr_command("why", "team/resnet-0")).failed(1, "and its checkpoint can't be used:")

@@ -38,7 +38,7 @@ It holds:
 REFUSED = """\
 Pod team/odd.
 
-Its request is not known: the agent does not respond. The decisions below have what the kubelet requested.
+Its request is not known: the agent does not respond. The decisions below show what the kubelet requested.
 
 What happened:
   2026-09-21 13:56:45Z  refused 60 cores for main in GetPreferredAllocation
@@ -199,7 +199,7 @@ def test_whole_gpus_and_shares_that_nothing_keeps() -> None:
 def test_a_burst_has_its_request_its_limit_and_its_use() -> None:
     row = container("a", "p", NAMES[0], memory_limit_bytes=8 * GIB, memory_used_bytes=6 * GIB)
     text = told(of("p", allocations=[row]))
-    assert "30 cores and 5.0 GiB (and up to 8.0 GiB while that is granted to no container) of GPU0 since" in text
+    assert "30 cores and 5.0 GiB (and up to 8.0 GiB while no container is granted the rest) of GPU0 since" in text
     assert "now: uses 6.0 GiB" in text
 
 

@@ -68,7 +68,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         ("driver", "skipped", "a simulated node has none", None),
         ("nvml", "ok", "driver 535.183.01, CUDA 12.2, 4 NVIDIA A10", None),
         ("device-nodes", "skipped", "a simulated node has none", None),
-        ("settings", "ok", "no settings in files that are not read", None),
+        ("settings", "ok", "no settings file of earlier versions is left", None),
         ("mode", "ok", "plugin: GPUs are offered by the device plugin API", None),
         ("kubelet", "error", "DIR/plugins is no folder", kubelet),
         ("pod-resources", "error", pods, pods_remedy),

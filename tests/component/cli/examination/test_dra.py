@@ -127,7 +127,7 @@ async def test_claims_that_the_api_server_lacks(stage: Any, tmp_path: Path) -> N
     found = await look_at_claims(settings)
     assert (found.state, found.message) == (
         "warning",
-        "these hold GPUs, and the API server has no such claim: team/another, team/gone",
+        "these claims hold GPUs, but do not exist in the API server: team/another, team/gone",
     )
     scene.resources.claims = {("team", name): {"metadata": {"uid": f"uid-{name}"}} for name in ("kept", "gone", "another")}
     assert (await look_at_claims(settings)).message == "3 claims hold GPUs"

@@ -54,7 +54,10 @@ async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) ->
     (folder / NAME).write_bytes(b"no database" * 100)
     found = await look(folder)
     assert found.state == "warning"
-    assert found.remedy == "nothing, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
+    assert (
+        found.remedy
+        == "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
+    )
 
 
 async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
