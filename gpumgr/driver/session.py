@@ -153,7 +153,7 @@ class Session:
                 return
             self._session_open.clear()
             try:
-                await self._close_session()
+                await self._close_in_haste()
                 await self._open_session()
             finally:
                 self._session_open.set()
@@ -167,7 +167,10 @@ class Session:
         async with self._session_lock:
             self._session_open.clear()
             try:
-                await self._close_session()
+                # No deadline: a busy machine, which wakes the threads late, must not prevent the other program's work.
+                await self._close_session(
+                    stop_seconds=_WAIT_MILLISECONDS / 1000 + self._timeout_seconds, shutdown_seconds=self._timeout_seconds
+                )
                 if self._opened:
                     raise NvmlError("the session with the driver can't be ended: the wait for events hangs")
                 try:
@@ -215,7 +218,7 @@ class Session:
     async def close(self) -> None:
         """Ends the session and the threads. A thread with a hanging call stays until the process ends."""
         try:
-            await self._close_session()
+            await self._close_in_haste()
         finally:
             self._worker.close()
 
@@ -224,14 +227,16 @@ class Session:
         self._opened = True
         self._count = await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
 
-    async def _close_session(self) -> None:
-        if self._events is not None and await self._events.stop(timeout_seconds=_STOP_SECONDS):
+    async def _close_in_haste(self) -> None:
+        await self._close_session(stop_seconds=_STOP_SECONDS, shutdown_seconds=min(self._timeout_seconds, _SHUTDOWN_SECONDS))
+
+    async def _close_session(self, *, stop_seconds: float, shutdown_seconds: float) -> None:
+        if self._events is not None and await self._events.stop(timeout_seconds=stop_seconds):
             self._events = None
         if self._opened and self._events is None:  # NVML must not be shut down while the thread waits inside it
-            seconds = min(self._timeout_seconds, _SHUTDOWN_SECONDS)
-            await self._worker.finish(timeout_seconds=seconds)
+            await self._worker.finish(timeout_seconds=shutdown_seconds)
             self._opened = False
-            await self._worker.call(self._binding.close, timeout_seconds=seconds)
+            await self._worker.call(self._binding.close, timeout_seconds=shutdown_seconds)
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:
         """`fn`'s result for the GPU's handle. Errors name the GPU. `timeout_seconds` None: the usual timeout."""

@@ -261,6 +261,17 @@ async def test_gpus_without_events_are_named(node: Prepare) -> None:
         assert await nvml.watch_events(events) == set(uuids)
 
 
+async def test_another_programs_turn_waits_for_a_slow_event_thread(node: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumgr.driver.session._STOP_SECONDS", 0.0)  # all the time that an agent has at its end
+    sim = node("mixed-2")
+    async with opened(sim) as nvml:
+        await nvml.snapshot()
+        await nvml.watch_events(Events())
+        async with nvml.without_session():
+            assert not nvml.opened
+        assert nvml.opened
+
+
 async def test_errors_of_the_wait_are_waited_out(node: Prepare) -> None:
     sim = node("mixed-2")
     events = Events()
