@@ -73,6 +73,11 @@ class UnixChannel(OpenChannel):
         Raises CALL_FAILURES, or WireError if the reply can't be read. If the peer reports that the deadline has passed, TimeoutError is
         raised.
         """
+        # grpclib ends a wait by a cancellation of the task, which it never takes back. In Python 3.11.2 (Debian 12) the task's next
+        # `asyncio.timeout` then raises CancelledError instead of TimeoutError, which ends a daemon. So the call has a task of its own.
+        return await asyncio.create_task(self._unary(route, request, reply_type, timeout_seconds), name=route)
+
+    async def _unary(self, route: str, request: Any, reply_type: type[Reply], timeout_seconds: float | None) -> Reply:
         try:
             async with self.request(route, Cardinality.UNARY_UNARY, type(request), reply_type, timeout=timeout_seconds) as stream:
                 await stream.send_message(request, end=True)
