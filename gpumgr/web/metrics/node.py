@@ -64,11 +64,11 @@ _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] 
 )
 _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[UnattributedSum], float | None]], ...]] = (
     (
-        gauge("unaccounted_memory_bytes", "Memory of processes on the GPU without an allocation.", "gpu"),
+        gauge("unaccounted_memory_bytes", "Memory on the GPU of processes without an allocation.", "gpu"),
         lambda use: use.memory_bytes,
     ),
     (
-        gauge("unaccounted_processes", "Processes on the GPU without an allocation.", "gpu"),
+        gauge("unaccounted_processes", "Processes without an allocation on the GPU.", "gpu"),
         lambda use: use.processes,
     ),
 )
