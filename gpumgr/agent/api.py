@@ -116,7 +116,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the topology. `gpus`: the rows (`GpuRow.row`) of all GPUs below it."""
+    """A node of the topology tree. `gpus`: the rows (`GpuRow.row`) of all GPUs below it."""
 
     name: str
     gpus: tuple[int, ...] = ()
@@ -132,8 +132,8 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of writes to the API server. `dropped` is counted since the start of the agent. `oldest_seconds`: how long the oldest due
-    write has waited (0.0: none is due). `away`: the API server does not answer."""
+    """The queue of writes to the API server. `dropped`: the events that were dropped since the start of the agent. `oldest_seconds`:
+    how long the oldest due write has waited (0.0: none is due). `away`: the API server does not answer."""
 
     waiting: int
     dropped: int

@@ -272,8 +272,8 @@ class Maintenance:
         return {"said": said}
 
     async def _refuse_processes(self, gpu: RegisteredGpu) -> None:
-        """Raises Refusal. If the driver can't list processes (of a lost GPU, for example), nvidia-smi still refuses while a process has the
-        GPU open."""
+        """Raises Refusal if a process is on the GPU. If the driver can't list processes (of a lost GPU, for example), nvidia-smi still
+        refuses while a process has the GPU open."""
         processes = await self._health.processes(gpu.uuid)
         if processes:
             names = [f"pid {p.pid} ({'?' if p.memory_bytes is None else p.memory_bytes >> 20} MiB)" for p in processes]

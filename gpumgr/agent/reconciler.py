@@ -23,8 +23,8 @@ from gpumgr.placement.pods import Listing, PodKey
 
 log = structlog.get_logger(__name__)
 
-#: `List` is not called for this time after an Allocate: it makes the kubelet rebuild its table of used ids, which then lacks ids that the
-#: kubelet has chosen and not yet entered. Also the delay of a sweep after a pod's end.
+#: `List` is not called for this time after an Allocate, because a call of `List` makes the kubelet rebuild its table of used ids. The new
+#: table lacks ids that the kubelet has chosen and not yet entered. Also the delay of a sweep after a pod's end.
 GAP_SECONDS = 0.5
 #: How long the start of a container waits until `List` may be called.
 LEARN_SECONDS = 10.0

@@ -134,7 +134,7 @@ class Reflector(Generic[T]):
 
     @property
     def answered(self) -> bool:
-        """Whether the last request succeeded."""
+        """Whether the last request succeeded; True before the first one."""
         return self._logged is None
 
     @property

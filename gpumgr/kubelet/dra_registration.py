@@ -85,7 +85,7 @@ class DraLink:
         self._problem: str | None = None  # what is wrong with the sockets
         self._refusal: str | None = None  # why the kubelet refuses the driver
         self._confirmed = False  # the kubelet reported success for this registration socket
-        self._since = 0.0  # when the registration socket was made; 0.0: never
+        self._since = 0.0  # when the registration socket was made; 0.0: there is none
         self._connected_at = 0.0  # when the kubelet last answered a registration, or had a connection to the DRA socket
         self.state = LinkState()
         self._remove_leftovers()

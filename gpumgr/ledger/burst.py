@@ -56,8 +56,8 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
         """How much memory the GPU lacks so that another container can start or be resumed; 0: nothing.
 
         `need_bytes` must be free. And `guaranteed_bytes` must be free beside the memory that `containers` may still take: `unused_bytes`,
-        and the `reach_bytes` that their limits in force allow beyond their grants. `guaranteed_bytes` is less on an oversubscribed GPU:
-        only what the ledger counts is guaranteed, and the container that takes the rest first gets it.
+        and the `reach_bytes` that their limits in force allow beyond their grants. `guaranteed_bytes` is less than `need_bytes` on an
+        oversubscribed GPU: only what the ledger counts is guaranteed, and the container that takes the rest first gets it.
 
         While the free memory is not known, the result is `reach_bytes`: a start waits for lower limits, and is not refused.
         """

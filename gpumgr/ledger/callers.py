@@ -2,7 +2,7 @@
 after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if
-the call requests the resource and number of ids that the pod's first container without ids lacks.
+its first container that lacks ids has none of the call's resource, and requests as many as the call.
 """
 
 from collections.abc import Callable, Mapping

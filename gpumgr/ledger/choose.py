@@ -192,7 +192,7 @@ def _place(
 
 
 def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
-    """The ids that the call requests, spread evenly over `most_gpus` of these GPUs; the other GPUs are for later containers."""
+    """The ids that the call requests, spread evenly over at most `most_gpus` of these GPUs; the other GPUs are for later containers."""
     order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)

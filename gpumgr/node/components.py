@@ -353,7 +353,7 @@ class Components:
 
     def _link_changed(self, kind: str, state: LinkState) -> None:
         self.metrics.linked(kind, registered=state.registered, registrations=state.registrations)
-        if state.registrations > max(self._registrations[kind], 1):  # all but the first: the kubelet has probably restarted
+        if state.registrations > max(self._registrations[kind], 1):  # not the first: the kubelet has probably restarted
             self.reconciler.kubelet_restarted()
         self._registrations[kind] = state.registrations
 

@@ -102,7 +102,7 @@ async def _assembled(
         loaded = checkpoint.load()
         if loaded.notes.get(LOST_NOTE):
             loaded = replace(loaded, lost=True)
-        elif not loaded.ledger.gpu_registry.gpus:  # a new ledger, which must be rebuilt even if this agent ends before that
+        elif not loaded.ledger.gpu_registry.gpus:  # empty: it must be rebuilt even if this agent ends before
             loaded = replace(loaded, lost=True)
             await checkpoint.save_note(LOST_NOTE, "yes")
         _log_damage(loaded)
@@ -265,7 +265,8 @@ async def _evict_again(api_side: ApiSide, maintenance: Maintenance) -> None:
 
 
 async def _report(components: Components, notifier: Notifier) -> None:
-    """Reports status and readiness to the service manager, and feeds its watchdog. It must not depend on NVML or the API server."""
+    """Reports status and readiness to the service manager. Only this loop feeds the watchdog, so it must not depend on NVML or the API
+    server."""
     started, ready, reported = time.monotonic(), False, ""
     grace_seconds = components.settings.nvml.ready_grace_seconds
     next_watchdog = 0.0

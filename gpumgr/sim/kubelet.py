@@ -1,4 +1,4 @@
-"""A simulated kubelet with the parts that a device plugin uses, in one of the versions in `kubelet_pods`.
+"""A simulated kubelet with the parts that a device plugin uses, in one of the versions that `kubelet_pods` describes.
 
 It serves `device-plugins/kubelet.sock` and `pod-resources/kubelet.sock` in a folder, writes the device manager's checkpoint, and admits one
 pod at a time, with the real order of calls and choices.

@@ -103,7 +103,7 @@ def _sets(key: str) -> _Rule:
 
 
 def _sets_where_given(key: str) -> _Rule:
-    """Like `_sets`, but refuses an empty text."""
+    """Like `_sets`, but refuses an empty text, because gpu-manager requires a value of these flags."""
 
     def rule(flag: str, text: str) -> GpuManagerFlags:
         if not text:

@@ -126,8 +126,9 @@ class DecisionReporter:
                 self._due[a.id] = now + SETTLE_SECONDS
 
     def _settle(self, now: float) -> None:
-        """Reports a pod when all its allocations are due and the driver lists all its GPUs. While the pod lacks devices, this is
-        OPEN_SECONDS later: on a slow disk more calls for it may follow. Clears the annotations of active pods without allocations."""
+        """Reports a pod when all its allocations are due and the driver lists all its GPUs. A Pending pod that lacks devices is reported
+        OPEN_SECONDS later, because the kubelet's next call for the pod may still follow (slow disk, busy machine). Clears the annotations
+        of active pods without allocations."""
         ledger = self._agent_state.ledger
         shown = self._agent_state.inventory.gpus(ledger.gpu_registry)
         self._due = {each: due for each, due in self._due.items() if each in ledger.allocations}

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.agent.ports import Eviction
+from gpumgr.agent.state import OPEN_SECONDS
 from gpumgr.kube.cache import PodCache, _Known
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, SETTLE_SECONDS
 from gpumgr.placement.pods import PodKey, PodView
@@ -75,6 +76,26 @@ async def test_a_pod_with_slow_calls_is_one_patch_and_one_event(cluster: Cluster
     await cluster.look()
     assert cluster.writes == ["pod", "event"]
     assert [each["memory_mebibytes"] for each in cluster.allocations(pod)] == [1024] * 3
+
+
+async def test_a_pod_that_never_gets_its_other_devices_is_reported_late(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app("main"), app("side")))
+    await cluster.world.run(replace(pod, containers=pod.containers[:1]))
+    await cluster.look(SETTLE_SECONDS)
+    await cluster.look(OPEN_SECONDS - 0.1)
+    assert cluster.writes == []
+    await cluster.look(0.1)
+    assert cluster.writes == ["pod", "event"]
+    assert [each["container"] for each in cluster.allocations(pod)] == ["main"]
+
+
+async def test_a_refused_pod_is_not_reported_as_placed(cluster: Cluster) -> None:
+    pod = await cluster.shown(cluster.world.pod("web", app("main"), app("side")))
+    await cluster.world.run(replace(pod, containers=pod.containers[:1]))
+    await cluster.look(SETTLE_SECONDS)
+    await cluster.shown(pod, PodStatus(phase="Failed", reason="UnexpectedAdmissionError"))
+    await cluster.look(OPEN_SECONDS)
+    assert "GpuPlaced" not in [event["reason"] for event in cluster.events]
 
 
 async def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
