@@ -66,7 +66,7 @@ class Admission:
         self._pod_wait_seconds = pod_wait_seconds
         self._clock = clock
         self._spare_look_at = float("-inf")
-        #: The caller and the allocation of the last granted Allocate.
+        #: The caller of the last granted Allocate (UNKNOWN_CALLER after a refusal), and the allocation.
         self.current: Caller = UNKNOWN_CALLER
         self._granted: AllocationId | None = None
         self._granted_at = float("-inf")
