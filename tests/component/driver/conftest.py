@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpumgr.driver import worker
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import GpuHealth
 from gpumgr.driver.monitor import Monitor
@@ -29,6 +30,19 @@ def _sessions_end_in_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # A session ends when its thread returns from the wait for events, so each test would last a second longer.
     monkeypatch.setattr("gpumgr.driver.session._WAIT_MILLISECONDS", 20)
     monkeypatch.setattr("gpumgr.driver.session._PAUSE_SECONDS", 0.02)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int | None, float]:
+    """NVML's index of a GPU -> the time limit of the calls about it, in seconds, in place of the session's. The other calls have their
+    time also where this very process gets none."""
+    made, seconds = worker._Job, dict[int | None, float]()
+
+    def job(*, subject: int | None, timeout_seconds: float, **more: Any) -> worker._Job:
+        return made(subject=subject, timeout_seconds=seconds.get(subject, timeout_seconds), **more)
+
+    monkeypatch.setattr(worker, "_Job", job)
+    return seconds
 
 
 def give_up_after(nvml: Nvml, seconds: float) -> None:

@@ -15,7 +15,7 @@ from gpumgr.placement.devices import MigInstance
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import SimNode, prepare
 
-from .conftest import PERIOD_SECONDS, Prepare, give_up_after, watched
+from .conftest import PERIOD_SECONDS, Prepare, watched
 
 WELL = ("healthy", None)
 
@@ -77,11 +77,13 @@ async def test_an_xid_of_a_gpu_instance_concerns_its_mig_devices_alone(node: Pre
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues", "*"])
-async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_return(node: Prepare, function: str) -> None:
+async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_return(
+    node: Prepare, function: str, limits: dict[int | None, float]
+) -> None:
     sim = node("hgx-h100-8")
-    async with watched(sim) as (monitor, listener):
+    async with watched(sim) as (_, listener):
         await listener.rounds(1)
-        give_up_after(monitor._nvml, 0.2)
+        limits[3] = 0.2
         sim.control.hang(function=function, gpu=3)
         await listener.until(lambda: listener.states[3] == ("unhealthy", "hang"))
         await listener.rounds(3)
@@ -89,7 +91,7 @@ async def test_a_gpu_whose_calls_hang_goes_out_of_service_alone_until_they_retur
         assert len(listener.samples[-1].gpus) == 7
         sim.control.xid(5, 79)
         await listener.until(lambda: listener.states[5][1] == "xid")
-        give_up_after(monitor._nvml, 10)
+        limits.clear()
         sim.control.release()
         await listener.until(lambda: listener.states == [WELL] * 8)
         sim.control.xid(3, 119)
@@ -122,13 +124,16 @@ async def test_a_gpu_about_which_a_call_takes_long_keeps_its_health_and_the_othe
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceRegisterEvents", "*"])
-async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(node: Prepare, function: str) -> None:
+async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(
+    node: Prepare, function: str, limits: dict[int | None, float]
+) -> None:
     sim = node("pcie-a10-4")
     sim.control.hang(function=function, gpu=2)
-    async with watched(sim, timeout_seconds=0.2) as (monitor, listener):
+    limits[2] = 0.2
+    async with watched(sim) as (_, listener):
         await listener.rounds(2)
         assert listener.states.count(WELL) >= 3
-        give_up_after(monitor._nvml, 10)
+        limits.clear()
         sim.control.release()
         await listener.until(lambda: len(listener.snapshots[-1].gpus) == 4)
         uuid = sim.description.uuid_of(2)
@@ -138,15 +143,15 @@ async def test_a_gpu_that_hangs_from_the_start_joins_when_its_calls_return(node:
     assert listener.outages == []
 
 
-async def test_an_error_of_the_driver_is_recovered_from_while_a_gpu_hangs(node: Prepare) -> None:
+async def test_an_error_of_the_driver_is_recovered_from_while_a_gpu_hangs(node: Prepare, limits: dict[int | None, float]) -> None:
     """The session can't be closed under the call that hangs."""
     sim = node("pcie-a10-4")
-    async with watched(sim) as (monitor, listener):
+    async with watched(sim) as (_, listener):
         await listener.rounds(1)
-        give_up_after(monitor._nvml, 0.2)
+        limits[2] = 0.2
         sim.control.hang(gpu=2)
         await listener.until(lambda: listener.states[2][1] == "hang")
-        give_up_after(monitor._nvml, 10)
+        limits.clear()
         sim.control.set_result("nvmlDeviceGetCount_v2", 999)
         await listener.until(lambda: bool(listener.outages))
         sim.control.set_result("nvmlDeviceGetCount_v2", 0)
