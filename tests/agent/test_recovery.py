@@ -12,6 +12,7 @@ from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.ledger.store import NAME
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
+from tests.background import until
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
@@ -96,8 +97,11 @@ async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unkn
         assert [line["taken"] for line in node.agent_log.find("taken_over_from_gpu_manager")] == [1]
         assert len(node.agent_log.find("foreign_allocations")) == 1
         assert (await node.run(node.pod("new", app(80, 4)))).phase == "Running"
-        first = (await node.graph())[0]
-        assert [holder["pod"] for holder in first["holders"]] == ["old"]
+
+        async def named() -> bool:
+            return [holder["pod"] for holder in (await node.graph())[0]["holders"]] == ["old"]
+
+        await until(named)  # the record has only a UID; the kubelet or the API server may name the pod later
 
         # gpu-manager runs once more, and its pod ends.
         await node.agent.stop()
