@@ -10,6 +10,8 @@ from typing import Final
 
 from gpumgr.agent import admission, pods, reconciler
 from gpumgr.cli import main
+from gpumgr.kubelet import plugin_registration
+from gpumgr.kubelet.plugin_registration import LinkTiming
 from gpumgr.kubelet.records import PodResourcesClient
 from gpumgr.node import components, node_enforcement
 from gpumgr.runtime import process_owners
@@ -20,6 +22,8 @@ _SECONDS: Final = 60.0
 if __name__ == "__main__":
     vars(admission)["FOLLOWS_SECONDS"] = _SECONDS
     vars(reconciler)["SWEEP_SECONDS"] = _SECONDS
+    # A restarted kubelet is found by its new socket: an agent that registers before would meet the old one.
+    vars(plugin_registration)["LinkTiming"] = partial(LinkTiming, unwatched_seconds=_SECONDS)
     vars(pods)["RUNTIME_SECONDS"] = _SECONDS
     vars(process_owners)["LONG_SECONDS"] = _SECONDS
     vars(node_enforcement)["CriClient"] = partial(CriClient, timeout_seconds=_SECONDS)
