@@ -36,10 +36,12 @@ def policies(
         variable["expression"] = (values or {}).get(variable["name"], variable["expression"])
     cluster.apply([*shipped, *more])
     try:
-        wait_until("HAMi's policies", lambda: in_force(cluster), every=0.2)
+        wait_until("HAMi's policies", lambda: all(in_force(cluster)), every=0.2)
         yield
     finally:
         cluster.take_away([*shipped, *more])
+        # Otherwise the next policies would be taken for in force by what is left of these.
+        wait_until("the end of HAMi's policies", lambda: not any(in_force(cluster)), every=0.2)
 
 
 @contextmanager
@@ -68,16 +70,23 @@ def webhook(cluster: Cluster, folder: Path, *settings: str) -> Iterator[Json]:
         withdraw_rights(cluster)
 
 
-def in_force(cluster: Cluster) -> bool:
-    """The API server applies new policies one after another, after a while."""
+def in_force(cluster: Cluster) -> list[bool]:
+    """Which of the policies the API server applies: it begins and ends with one after another, after a while."""
+    asked = refusal(cluster.api.request, "POST", f"{PODS}/none/binding?dryRun=All", binding("none", FORGED, node="none"))
+    return [
+        is_completed(cluster),
+        "is more than a GPU has" in refusal(made, cluster, [{"gpu": 1, "gpumem": "16Gi"}]),
+        REFUSED in refusal(made, cluster, [{}], FORGED),
+        "only the gpumgr scheduler may bind a pod with it" in asked,
+    ]
+
+
+def is_completed(cluster: Cluster) -> bool:
+    """Whether a pod gets the scheduler's name. A webhook refuses the pod until its process answers."""
     try:
-        if made(cluster, [{"gpu": 1}])["spec"]["schedulerName"] != SCHEDULER:
-            return False
+        return bool(made(cluster, [{"gpu": 1}])["spec"]["schedulerName"] == SCHEDULER)
     except ApiError:
         return False
-    refused = refusal(made, cluster, [{"gpu": 1, "gpumem": "16Gi"}]) and refusal(made, cluster, [{}], FORGED)
-    text = refusal(cluster.api.request, "POST", f"{PODS}/none/binding?dryRun=All", binding("none", FORGED, node="none"))
-    return bool(refused) and "only the gpumgr scheduler may bind a pod with it" in text
 
 
 def written(limits: Sequence[Mapping[str, int | str]], annotations: Mapping[str, str] | None = None, **spec: Any) -> Json:
