@@ -76,7 +76,9 @@ def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
     reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
     assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
     said = "GPU 0-7: memory none, cores none"
-    wait_until("the node's word", lambda: node.cluster.node()["metadata"]["annotations"].get("gpumgr.io/enforcement") == said)
+    wait_until(
+        "the node's word", lambda: node.cluster.node()["metadata"].get("annotations", {}).get("gpumgr.io/enforcement") == said
+    )
 
 
 def test_labels_condition_and_events_of_the_node(node: Node) -> None:
