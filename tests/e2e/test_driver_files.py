@@ -20,6 +20,7 @@ from .node import Node
 from .places import AGENT_STATE, CDI_SPECS
 from .processes import wait_until
 from .tenants import FOLDER, limited, mounted, wait_line
+from .test_hami_plugin import REPLICA
 from .test_mig import GPU, RESOURCE, mig_uuid
 
 #: The driver of the simulated node.
@@ -96,6 +97,7 @@ def test_containers_without_a_toolkit_load_the_driver(injection: str, cluster: C
     enforcement = {"backend": "none", "injection": injection, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
     changes = settings(node={"profile": "both", "mig_strategy": "mixed"}, enforcement=enforcement)
     with limited(cluster, running_agent, changes) as node, with_mig_device(running_agent, node):
+        wait_until("replicas offered", lambda: node.resources.allocatable(REPLICA).get(REPLICA))
         node.run([loading(name, limits) for name, limits in LIMITS.items()])
         for name in LIMITS:
             check_loaded(node, name, "MIG-" if name == "mig" else "GPU-")
