@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,10 +101,10 @@ def api_node(name: str, count: int, described: str | None = None) -> Json:
 
 
 class Scheduled:
-    """Pods of the second kube-scheduler; they may land on the API-only nodes."""
+    """Pods of the second kube-scheduler; they may land on the API-only nodes. `page`: the port of the extender's pages, if it has one."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, page: int = 0) -> None:
+        self._cluster, self.page = cluster, page
         self._names: list[str] = []
 
     def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
@@ -157,6 +158,25 @@ class Scheduled:
     def end_all(self) -> None:
         self.end(*self._names)
 
+    def used(self) -> dict[str, list[int]]:
+        """The cores of each GPU that the extender counts as used, by node. It learns of a pod's end from its watch."""
+        url = f"http://{own_address()}:{self.page}/api/cluster"
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {PAGE_TOKEN.read_text()}"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            nodes = json.load(answer)["nodes"]
+        return {each["name"]: [gpu[1] for gpu in each["gpus"]] for each in nodes if each["name"] in COUNTS}
+
+    def free(self, name: str) -> None:
+        """Ends a pod, and waits until the extender does not count it any more: the places of later pods depend on that."""
+        before, bound = self.used(), self.node_of(name) is not None
+        self.end(name)
+        if bound:
+            wait_until(f"pod {name} forgotten by the extender", lambda: self.used() != before)
+
+    def free_all(self) -> None:
+        self.end_all()
+        wait_until("all pods forgotten by the extender", lambda: not any(map(any, self.used().values())))
+
 
 def own_address() -> str:
     """An address of this machine besides the loopback's."""
@@ -165,12 +185,13 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str) -> None:
+def start_extender(cluster: Cluster, kubeconfig: Path, port: int, *settings: str, page: int = 0) -> None:
+    """`page`: the port of its pages; 0: any."""
     PAGE_TOKEN.touch(mode=0o600)
     PAGE_TOKEN.write_text("page-token")
     # The API server's proxies do not connect to loopback addresses.
-    page = (f"http.address={own_address()}", "scheduler.http_port=0", f"http.token_file={PAGE_TOKEN}")
-    start_replica(cluster, "gpumgr-scheduler", kubeconfig, port, *page, *settings, pod=SCHEDULER)
+    pages = (f"http.address={own_address()}", f"scheduler.http_port={page}", f"http.token_file={PAGE_TOKEN}")
+    start_replica(cluster, "gpumgr-scheduler", kubeconfig, port, *pages, *settings, pod=SCHEDULER)
 
 
 def start_replica(
@@ -227,17 +248,26 @@ def start_kube_scheduler(
     cluster.processes.start(process, [binary, f"--config={file}", "--secure-port=0"])
 
 
+def _is_ready(page: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{own_address()}:{page}/readyz", timeout=30):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
-def extended(cluster: Cluster, *settings: str, nodes: Sequence[str] = NODES, **extender: Any) -> Iterator[None]:
+def extended(cluster: Cluster, *settings: str, nodes: Sequence[str] = NODES, **extender: Any) -> Iterator[Scheduled]:
     """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped but for these keys of the
     extender, and these nodes of the API."""
     credentials = grant_rights(cluster)
-    (port,) = free_ports(1)
+    port, page = free_ports(2)
     with api_nodes(cluster, nodes):
-        start_extender(cluster, credentials, port, *settings)
-        start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler", **extender})
+        start_extender(cluster, credentials, port, *settings, page=page)
         try:
-            yield
+            wait_until("an extender that knows all nodes and pods", lambda: _is_ready(page))
+            start_kube_scheduler(cluster, {"urlPrefix": f"http://127.0.0.1:{port}/scheduler", **extender})
+            yield Scheduled(cluster, page)
         finally:
             cluster.processes.stop("gpu-kube-scheduler")
             assert cluster.processes.stop("gpumgr-scheduler") == 0

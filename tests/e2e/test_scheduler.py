@@ -18,7 +18,7 @@ from .cluster import Cluster
 from .manifests import Json, container, pod
 from .node import cleared
 from .places import PROJECT, STATE
-from .processes import gpumgr, wait_until, whole_lines
+from .processes import gpumgr, wait_until
 from .scheduling import COUNTS, NODES, PAGE_TOKEN, SCHEDULER, Scheduled, extended, own_address, uuid
 
 
@@ -28,8 +28,8 @@ def scheduler(cluster: Cluster, running_agent: Agent) -> Iterator[Scheduled]:
     with cleared(cluster, running_agent):
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
-    with extended(cluster):
-        yield Scheduled(cluster)
+    with extended(cluster) as scheduled:
+        yield scheduled
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def pods(scheduler: Scheduled) -> Iterator[Scheduled]:
     try:
         yield scheduler
     finally:
-        scheduler.end_all()
+        scheduler.free_all()
 
 
 def test_pods_land_on_the_fullest_node_and_gpu_that_fit(pods: Scheduled) -> None:
@@ -70,18 +70,10 @@ def test_a_pod_that_fits_on_no_gpu_waits_with_the_reason_until_one_is_free(pods:
 @pytest.fixture
 def scheduler_pod(pods: Scheduled, cluster: Cluster) -> Iterator[Scheduled]:
     """Replaces the pod of the scheduler: the API server's proxy leads to the process."""
-    lines: list[str] = []
-
-    def listens() -> bool:
-        lines[:] = [line for line in whole_lines(cluster.processes.log("gpumgr-scheduler")) if '"web_listening"' in line]
-        return bool(lines)
-
-    wait_until("the scheduler's pages", listens)
-    port = int(json.loads(lines[-1])["url"].rpartition(":")[2])
     made = pod("the-scheduler", [container("scheduler", 0, 0)], bound=False)
     made["metadata"]["labels"] = {"gpumgr.io/scheduler-leader": "true"}
     made["spec"].update({"nodeName": "api-a", "terminationGracePeriodSeconds": 0})
-    made["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": port}]
+    made["spec"]["containers"][0]["ports"] = [{"name": "http", "containerPort": pods.page}]
     cluster.create([made])
     address = own_address()
     status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}]}
@@ -256,7 +248,7 @@ def test_fit_is_what_kube_scheduler_and_the_extender_do(nodes: Scheduled, cluste
             fitting.append(answer["fits"])
             if not answer["fits"] or random.random() < 0.3:
                 ended = name if not answer["fits"] else there[random.randrange(len(there))]
-                nodes.end(ended)
+                nodes.free(ended)
                 there.remove(ended)
     finally:
         nodes.end(*there)
