@@ -91,6 +91,18 @@ class Api:
             self.close()
             raise
 
+    def may(self, verb: str, resource: str, *, group: str = "", namespace: str = NAMESPACE) -> bool:
+        """Whether this bearer has the right now. A new role has effect a moment after its binding was created."""
+        resource, _, subresource = resource.partition("/")
+        wanted = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "namespace": namespace}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": wanted},
+        }
+        found = self.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        return bool(found["status"]["allowed"])
+
     def events(self, pod: str, uid: str) -> list[Json]:
         """The events about one life of a pod: pods of before that had its name have left theirs behind."""
         query = urlencode({"fieldSelector": f"involvedObject.name={pod},involvedObject.uid={uid},involvedObject.kind=Pod"})

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import yaml
@@ -82,6 +83,8 @@ def callers(cluster: Cluster) -> Iterator[Callers]:
         tenant=cluster.api_of(TENANT),
     )
     try:
+        for api in (made.scheduler, made.agent, made.agent_without_pod, made.tenant):
+            wait_until("the right to everything", partial(api.may, "*", "*", group="*"), every=0.1)
         wait_until("the policies", lambda: refuses(cluster.api, PLACEMENT_ANNOTATION), every=0.1)
         yield made
     finally:
@@ -186,12 +189,14 @@ def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
 
     def make(name: str, *, resizes: bool) -> Api:
         cluster.kubectl("create", "serviceaccount", name, "--namespace=default")
+        accounts.append(name)
+        made.append(cluster.api_of(f"default/{name}"))
         for role in ("edits", "resizes") if resizes else ("edits",):
             bindings.append(f"{name}-{role}")
             account = f"--serviceaccount=default:{name}"
             cluster.kubectl("create", "clusterrolebinding", bindings[-1], f"--clusterrole={role}", account)
-        accounts.append(name)
-        made.append(cluster.api_of(f"default/{name}"))
+            group, (resource, *_), (verb, *_) = roles[role]
+            wait_until(f"the role {role}", partial(made[-1].may, verb, resource, group=group), every=0.1)
         return made[-1]
 
     cluster.apply(RESIZE_POLICY.read_text())
@@ -202,6 +207,8 @@ def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
         for api in made:
             api.close()
         cluster.take_away(RESIZE_POLICY.read_text())
+        # The next test must not take it for its own.
+        wait_until("no policy", lambda: not refuses(callers.tenant, "gpumgr.io/resized"), every=0.1)
         cluster.kubectl("delete", "clusterrolebinding", *bindings, "--ignore-not-found")
         cluster.kubectl("delete", "clusterrole", *roles)
         cluster.kubectl("delete", "serviceaccount", *accounts, "--namespace=default", "--ignore-not-found")
@@ -211,7 +218,7 @@ def test_an_agent_with_a_kubeconfig_answers_once_the_policy_names_its_user(
     cluster: Cluster, callers: Callers, editor: Callable[..., Api], made: Callable[..., str]
 ) -> None:
     """The expression that docs/enforcement.md gives for it."""
-    agent = editor("named", resizes=False)  # no other test has it: a replaced policy has effect for a moment longer
+    agent = editor("named", resizes=False)
     answer: Json = {"gpumgr.io/resized": "{}"}
     name = made("answered", node="api-only", by=agent)
     assert "only the gpumgr agent" in refusal(annotated, agent, name, answer)

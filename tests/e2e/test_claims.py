@@ -325,7 +325,9 @@ def editor(cluster: Cluster) -> Api:
     space, grant = f"--namespace={LIMITED}", ("--resource=pods", "--verb=get,update,patch")
     cluster.kubectl("create", "role", "editor", space, *grant)
     cluster.kubectl("create", "rolebinding", "editor", space, "--role=editor", f"--serviceaccount={LIMITED}:editor")
-    return cluster.api_of(f"{LIMITED}/editor")
+    user = cluster.api_of(f"{LIMITED}/editor")
+    wait_until("the role", lambda: user.may("update", "pods", namespace=LIMITED), every=0.1)
+    return user
 
 
 def test_the_quota_gate_is_removed_by_the_controller_alone(claims: Cluster) -> None:
@@ -343,6 +345,7 @@ def test_the_quota_gate_is_removed_by_the_controller_alone(claims: Cluster) -> N
         path = f"/api/v1/namespaces/{LIMITED}/pods/second"
         found = user.request("GET", path)
         found["spec"].pop("schedulingGates")
+        wait_until("the policy", lambda: "removed by" in refusal(user.request, "PUT", f"{path}?dryRun=All", found), every=0.1)
         for account in (user, claims.api):
             assert "gpumgr.io/quota is removed by" in (text := refusal(account.request, "PUT", path, found))
             assert text.startswith("403")
