@@ -150,11 +150,15 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
 
     def rewritten() -> bool:
         """The API server applies new policies one after another: for a moment the pod may be refused."""
+        return "resourceClaims" in stored()
+
+    def stored() -> Json:
+        """The spec that a vcuda pod would get; none if it is refused."""
         try:
-            found = cluster.api.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", gpu_pod("any", 30, 20, bound=False))
+            found = cluster.api.request("POST", f"{PODS}?dryRun=All", gpu_pod("any", 30, 20, bound=False))
         except ApiError:
-            return False
-        return "resourceClaims" in found["spec"]
+            return {}
+        return dict(found["spec"])
 
     try:
         cluster.apply(objects)
@@ -168,3 +172,5 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
             cluster.processes.stop("claims")
         cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
         cluster.take_away(objects, "--wait=false")
+        # Their effect outlives them by a moment, in which the next test's pods would be rewritten or refused.
+        wait_until("no policy", lambda: bool(made := stored()) and "resourceClaims" not in made, every=0.2)
