@@ -145,6 +145,7 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
             time.sleep(0.4)
         agent.wait_rolled(old)
         agent.wait_offered()
+        ended = time.monotonic()
     wait_replicas(node, "arriving", 8)
     assert lives(node, names) == before
     assert {each for each in agent.ledger() if each.place[1] in names} == set(ledger)
@@ -155,7 +156,8 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     appeared = {each["metadata"]["name"]: created(each) for each in refused}
     denied = {name: found for name, found in denials(node.cluster, begun).items() if name in appeared}
     assert set(denied) == set(appeared)
-    rolled = Update(begun, gap.spans)
+    # On a busy machine the watch can be too slow to see a gap. Then the gap lies within the whole update.
+    rolled = Update(begun, gap.spans or [(begun, ended)])
     outside = outside_of([rolled], publishing.spans, appeared, denied)
     assert not outside, (outside, rolled)
     assert "waiting_for_other_agent" in {line["event"] for line in agent.log()}
