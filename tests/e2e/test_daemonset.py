@@ -196,13 +196,19 @@ def test_the_node_boots(node: Node, agent: Installed, cluster: Cluster) -> None:
     The agent reads the boot's id for MPS alone, because a boot ends its daemons and compute modes (tests/unit/enforcement); for pods it
     uses the kubelet and the container runtime. The kubelet reads the id to distinguish a boot from its own restart.
     """
-    residents(node)
+    before = {container for container, _, _ in lives(node, residents(node)).values()}
     old = cluster.node()["status"]["nodeInfo"]["bootID"]
+
+    def returned() -> bool:
+        """The API server has pods as running that ran before the boot, until the kubelet has reported their containers."""
+        statuses = [each["status"]["containerStatuses"][0] for each in of(node, "resident")]
+        return len(statuses) == 4 and all("running" in each["state"] and each["containerID"] not in before for each in statuses)
+
     with booted_anew(cluster, agent) as boot:
         cluster.wait_ready()
         wait_until("the node's new boot id", lambda: cluster.node()["status"]["nodeInfo"]["bootID"] == boot != old)
         agent.wait_offered(120)
-        wait_replicas(node, "resident", 4, 120)
+        wait_until("four replicas with new containers", returned, 120, every=0.1)
         wait_until("the bare pods have ended", lambda: not {"share", "whole", "pair"} & running(node))
         node.check()
         node.run([gpu_pod("later", 100)])
