@@ -60,8 +60,14 @@ class Replicas:
         return [each["metadata"]["name"] for each in self._cluster.api.request("GET", f"{PODS}?labelSelector={LABEL}")["items"]]
 
     def wait_leader(self, *, other_than: str | None = None) -> str:
-        wait_until("a leader", lambda: len(self.leaders()) == 1 and self.leaders() != [other_than])
-        return self.leaders()[0]
+        found: list[str] = []
+
+        def leads() -> bool:
+            found[:] = self.leaders()
+            return len(found) == 1 and found != [other_than]
+
+        wait_until("a leader", leads)
+        return found[0]
 
     def status(self, name: str) -> int:
         """The status of a filter call to one replica. Raises OSError if it does not listen."""
