@@ -70,9 +70,8 @@ def installed(cluster: Cluster, running_agent: Agent) -> Iterator[list[Json]]:
         cluster.take_away(objects)
         cluster.api.request("DELETE", "/api/v1/nodes/api-a")
         wait_until("no pod of the scheduler", lambda: not schedulers(cluster), 120)
-        lease = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
-        for name in (NAME, CALLER):
-            cluster.api.request("DELETE", f"{lease}/{name}")
+        # Each exists if its holder has ever led.
+        cluster.kubectl("delete", "lease", NAME, CALLER, f"--namespace={NAMESPACE}", "--ignore-not-found")
         cluster.stop_controllers()
 
 
