@@ -135,7 +135,7 @@ class Scheduled:
         return found
 
     def rejection(self, name: str) -> str:
-        """The text of kube-scheduler's event, once it is there."""
+        """The text of kube-scheduler's event, once it and the pod's condition are there: they are written one after the other."""
         uid = self._cluster.api.request("GET", f"{PODS}/{name}")["metadata"]["uid"]
         messages: list[str] = []
 
@@ -143,9 +143,10 @@ class Scheduled:
             messages[:] = [
                 str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
             ]
-            return bool(messages)
+            conditions = self._cluster.pods.all().get(name, {}).get("status", {}).get("conditions", ())
+            return bool(messages) and any(each["type"] == "PodScheduled" for each in conditions)
 
-        wait_until(f"an event of pod {name}", told)
+        wait_until(f"event and condition of pod {name}", told)
         return messages[-1]
 
     def end(self, *names: str) -> None:
