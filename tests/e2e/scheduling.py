@@ -175,8 +175,9 @@ class Scheduled:
             wait_until(f"pod {name} forgotten by the extender", lambda: self.used() != before)
 
     def free_all(self) -> None:
+        """The same with all. A pod that ended between the extender's filter and its bind counts for a minute (scheduler.assume_seconds)."""
         self.end_all()
-        wait_until("all pods forgotten by the extender", lambda: not any(map(any, self.used().values())))
+        wait_until("all pods forgotten by the extender", lambda: not any(map(any, self.used().values())), 120)
 
 
 def own_address() -> str:
