@@ -130,6 +130,11 @@ class Scheduled:
         node: str | None = self._cluster.pods.all().get(name, {}).get("spec", {}).get("nodeName")
         return node
 
+    def conditions(self, name: str) -> list[Json]:
+        """What kube-scheduler has written of the pod: that it is bound, or why not."""
+        found = self._cluster.pods.all().get(name, {}).get("status", {}).get("conditions", ())
+        return [each for each in found if each["type"] == "PodScheduled"]
+
     def annotations(self, name: str) -> Mapping[str, str]:
         found: Mapping[str, str] = self._cluster.pods.all()[name]["metadata"]["annotations"]
         return found
@@ -143,8 +148,7 @@ class Scheduled:
             messages[:] = [
                 str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
             ]
-            conditions = self._cluster.pods.all().get(name, {}).get("status", {}).get("conditions", ())
-            return bool(messages) and any(each["type"] == "PodScheduled" for each in conditions)
+            return bool(messages) and bool(self.conditions(name))
 
         wait_until(f"event and condition of pod {name}", told)
         return messages[-1]

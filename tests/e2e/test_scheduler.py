@@ -167,9 +167,27 @@ def nodes(pods: Scheduled, cluster: Cluster) -> Iterator[Scheduled]:
     """They differ by labels, and one has a taint."""
     for rank, (name, zone) in enumerate(ZONES.items()):
         change(cluster, name, {"zone": zone, "rank": str(rank)}, {"taints": [TAINT] if rank == 1 else []})
+    # kube-scheduler watches nodes and pods apart, so it may see a pod before the nodes of before.
+    pods.create("probe", (0, 0), nodeSelector={"rank": str(len(ZONES) - 1)})
+    wait_until("kube-scheduler knows the labels", lambda: pods.node_of("probe") is not None)
+    pods.end("probe")
     yield pods
     for name in NODES:
         change(cluster, name, {}, {"taints": [], "unschedulable": False})
+
+
+def cordon(pods: Scheduled, cluster: Cluster, name: str) -> None:
+    """Back when kube-scheduler binds no pod to the node any more."""
+    change(cluster, name, {}, {"unschedulable": True})
+
+    def rejected() -> bool:
+        pods.create("probe", (0, 0), nodeSelector={"kubernetes.io/hostname": name})
+        wait_until("a decision on the probe", lambda: bool(pods.conditions("probe")))
+        bound = pods.node_of("probe")
+        pods.end("probe")
+        return bound is None
+
+    wait_until("kube-scheduler knows the cordon", rejected)
 
 
 def random_pod(random: Random, name: str) -> Json:
@@ -231,7 +249,7 @@ def test_fit_is_what_kube_scheduler_and_the_extender_do(nodes: Scheduled, cluste
     try:
         for number in range(30):
             if number == 20:
-                change(cluster, "api-c", {}, {"unschedulable": True})
+                cordon(nodes, cluster, "api-c")
             made = random_pod(random, f"what-if-{number}")
             answer = fit(cluster, made, alone=number == 0)
             name = made["metadata"]["name"]
