@@ -3,6 +3,7 @@
 Any content of the file gives a tree or an error of one sentence. So does an object at the path that is not a regular file.
 """
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -49,7 +50,8 @@ def compose(content: bytes) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         # The position counts characters if the content could be decoded, otherwise bytes.
         at, decoded = error.position, error.encoding == "unicode"
-        breaks = content.decode(errors="replace")[:at].count("\n") if decoded else content[:at].count(b"\n")
+        encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+        breaks = content.decode(encoding, "replace")[:at].count("\n") if decoded else content[:at].count(b"\n")
         raise _no_yaml(error.reason, breaks + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error

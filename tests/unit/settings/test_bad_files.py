@@ -63,6 +63,12 @@ def test_what_is_wrong_is_said_with_its_line(content: str, tmp_path: Path) -> No
         assert (result.exit_code, type(result.exception)) == (2, SystemExit)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_the_line_is_right_in_every_encoding_of_yaml(encoding: str, tmp_path: Path) -> None:
+    (problem,) = check_settings(write(tmp_path, "# é\n# é\nlog: {level: \a}".encode(encoding)))
+    assert problem.line == 3
+
+
 def test_a_value_that_grows_when_it_is_written_out_is_not_written_out(tmp_path: Path) -> None:
     """Nine lists of nine of the list before: a gigabyte of text."""
     lists = ["&a0 [x]"] + [f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
