@@ -143,7 +143,7 @@ class NodeData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_entries_of(agent: AgentClient, pod: PodKey | None, newest: int = HISTORY_ENTRIES) -> list[Document]:
-    """The `newest` last entries, oldest first, each with the GPUs that were considered. Raises the errors of AgentClient."""
+    """The last entries, at most `newest`, oldest first, each with the GPUs that were considered. Raises the errors of AgentClient."""
     of_pod = "" if pod is None else f"&pod={quote('/'.join(pod), safe='')}"
     return converted(await agent.get(f"/api/history?limit={newest}{of_pod}"), list[Document])[::-1]
 

@@ -17,7 +17,7 @@ from gpumgr.cli.options import AgentLocation, ExitingCommand, FiniteRange, Utf8,
 from gpumgr.common.units import count_text
 
 WAIT_SECONDS: Final = 600.0
-#: A reset takes a minute at most, and a request waits for the previous one.
+#: With the default nvml.call_timeout_seconds a reset takes at most 71 s, and a request waits for the previous one.
 RESPONSE_SECONDS: Final = 150.0
 POLL_SECONDS: Final = 1.0
 

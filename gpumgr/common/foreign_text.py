@@ -1,5 +1,5 @@
-"""Decodes JSON and YAML that other programs wrote. If a text can't be decoded, UnreadableText is raised. If a JSON object has a key twice,
-the last value counts, as in Go."""
+"""Decodes JSON and YAML that other programs wrote. Any text gives a value, or raises UnreadableText and no other error. If a JSON object
+has a key twice, the last value counts, as in Go."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 #: Far more levels of nesting than Kubernetes objects have. The decoders fail at about a thousand.
 MAX_DEPTH: Final = 100
-#: Characters of an error message. It may quote a key of any length, and is shown in logs, events and refusals.
+#: The most characters of an error message. It may quote a key of any length, and is shown in logs, events and refusals.
 _MAX_MESSAGE: Final = 400
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: A string or a bracket. An unterminated string extends to the end of the text. `*+` forbids backtracking, so the time is linear.

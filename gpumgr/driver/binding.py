@@ -74,8 +74,8 @@ class DriverDown(NvmlAbsent):
 
 
 class DriverMismatchError(NvmlError):
-    """The kernel's driver and the loaded library have different versions. A process can't load the library twice, so only a new one can
-    continue."""
+    """The kernel's driver and the loaded library have different versions. A process can't load the library twice, so only a new process
+    can continue."""
 
 
 class Binding:

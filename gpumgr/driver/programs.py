@@ -49,7 +49,7 @@ async def load_modules(command: tuple[str, ...] = MODPROBE, *, timeout_seconds: 
     return not code
 
 
-#: The time limit of nvidia-smi. A reset may take a minute in all: 15 s are left to close and reopen NVML's session.
+#: The time limit of nvidia-smi. With the default nvml.call_timeout_seconds, closing and reopening NVML's session take up to 26 s more.
 _RESET_SECONDS: Final = 45.0
 
 

@@ -27,8 +27,8 @@ class Level(IntEnum):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What joins two GPUs. `nvlinks`: the number of direct NVLinks. With NVSwitch it is the number of a GPU's links to switches, the lower
-    one of the two GPUs."""
+    """What joins two GPUs. `nvlinks`: the number of direct NVLinks; with NVSwitch, how many links to switches each of the two GPUs has at
+    least."""
 
     level: Level
     nvlinks: int = 0

@@ -1,7 +1,7 @@
 """Where on a GPU a MIG device can be created, and with which profile. Pure.
 
 Source of the rules: HAMi 2.10, pkg/device/nvidia: selectMigCandidate and orderedMigPlacements. In addition to HAMi's rules, a request for
-cores gets a profile with at least that part of the GPU's compute.
+cores gets a profile with that part of the GPU's compute; less than one core may be missing.
 """
 
 from collections.abc import Iterator, Sequence

@@ -91,7 +91,7 @@ class Containers:
 
     async def container_of(self, pid: int, start_time: int) -> Container | None:
         """The container of a process (`start_time` in clock ticks since boot); None if the process runs in none of the kubelet's containers
-        or is gone. An unknown container causes a poll. Raises CriError if the poll fails."""
+        or is gone. An unknown container causes a poll. Raises CriError if the container is still unknown and the runtime unavailable."""
         process, path = (pid, start_time), self._cgroups.path_of(pid)
         if path is None or not self.runs(process):
             return None

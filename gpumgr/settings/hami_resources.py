@@ -27,7 +27,8 @@ class ReplicaResources(msgspec.Struct, frozen=True, kw_only=True):
     memory_percentage_resource: ResourceName = "nvidia.com/gpumem-percentage"
     core_resource: ResourceName = "nvidia.com/gpucores"
     priority_resource: ResourceName = "nvidia.com/priority"
-    #: For a container that requests no memory: MiB of each GPU (0: all). For one that requests no cores: percent of each GPU (0: no limit).
+    #: For a container that requests no memory: MiB of each GPU (0: all). For one that requests no cores: percent of each GPU's cores (0: no
+    #: limit).
     default_memory: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
     default_cores: Annotated[int, Meta(ge=0, le=100)] = 0
     #: MiB of one unit of memory_resource.

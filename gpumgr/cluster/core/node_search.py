@@ -26,8 +26,8 @@ from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodR
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.requests import UNCONSTRAINED
 
-#: A search compares at most _MOST_CHOICES / (number of the pod's containers) fitting profiles, but at least _FEWEST_PROFILES. For a
-#: rejection it examines as many profiles.
+#: The most fitting profiles that a search compares: _MOST_CHOICES / (number of the pod's containers), or _FEWEST_PROFILES if that is more.
+#: For a rejection it examines as many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers one.

@@ -165,8 +165,8 @@ class Extender:
         return Question(self._index, pod.request, pod.policy or self._settings.policy, pod.namespace)
 
     async def preempt(self, args: PreemptArgs) -> PreemptResult:
-        """The victims on one node. There are none if no eviction helps, if the index is outdated, or if the pod may be bound already or was
-        refused."""
+        """The victims on one node. There are none if no eviction helps, if the index is outdated, if the quotas can't be used, or if the
+        pod may be bound already or is refused."""
         pod, proposed = await self._parsed(args.pod, args.proposed)
         if self.problem is None:
             await self._preemption.keep_nominated()

@@ -72,7 +72,7 @@ static struct tenant {
     void *mapping; /* of the turn page, never read */
     int64_t share, ceiling, quantum_ns;
     int64_t virtual_ns, bucket_ns;
-    int64_t debt_ns; /* GPU time beyond its share that its work took after its turn while others had the GPU, too; paid first */
+    int64_t debt_ns; /* GPU time beyond its share that its work took after its turn, beside others; until it is paid, others are next */
     int64_t overran_at; /* when it last had the GPU after its turn */
     int64_t active_at; /* when it last wanted or had the GPU */
     int64_t looked_at; /* when its page was last read */

@@ -7,7 +7,8 @@
 /* -- the ledger; `gpu` is an index into the pages, -1 where the device is not limited ---------------------------------------- */
 uint64_t gm_memory_limit(int gpu); /* 0: not limited */
 uint64_t gm_memory_used(int gpu);  /* by the container, with what the driver uses beyond the count */
-/* Reserves for this process; false: the request exceeds the limit. Memory without a limit is counted, too. */
+/* Reserves for this process; false: the request exceeds the limit, or there is a limit and the process has no slot. Memory without a limit
+ * is counted, too. */
 bool gm_reserve(int gpu, enum gm_kind kind, uint64_t bytes);
 void gm_charge(int gpu, enum gm_kind kind, uint64_t bytes); /* counts what the driver already took, even beyond the limit */
 void gm_release(int gpu, enum gm_kind kind, uint64_t bytes);

@@ -2,7 +2,7 @@
  * own stream.
  *
  * The flag `held` of a stream protects its markers. The helper does not wait for the flag, but tries again later. A launch waits only if
- * its stream is a per-thread one or has many launches without a marker. No thread waits for the flag for more than 100 ms. */
+ * its stream is a per-thread one or has many launches without a marker. A thread waits for the flag for about 100 ms at most. */
 #define _GNU_SOURCE
 #include "gate.h"
 #include "old_glibc.h"
@@ -17,7 +17,7 @@ enum {
     MOST_DEPTH = 4,     /* markers ahead of the work */
     MARKER_US = 1000,   /* the work that one marker shall cover */
     AHEAD_US = 4000,    /* the work that may be queued ahead */
-    NAP_NS = 100000,    /* between two attempts to get the flag `held` */
+    NAP_NS = 100000,    /* between two attempts to get the flag `held`, or to record a marker */
 };
 
 static struct {
@@ -57,7 +57,7 @@ static bool load_functions(void) {
     return true;
 }
 
-/* A thread can't be cancelled while it holds a stream: no thread could hold the stream again. */
+/* A thread can't be cancelled while it holds a stream. Otherwise the stream would be held for ever. */
 static bool hold(struct gm_stream *s) {
     int before;
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);

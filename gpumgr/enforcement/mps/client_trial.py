@@ -41,7 +41,7 @@ class ClientTrial:
         daemon by now."""
         self.client_left, self.tried_at = False, config.clock()
         if _serve_others(config, servers() or ()):
-            self._set_hang(None)  # the trial hung at a server of the agent's user, which no longer runs
+            self._set_hang(None)  # an earlier trial hung at a server of the agent's user, which no longer runs
             return
         pipe = folder.pipe if config.protocol == 2 else folder.pipe / commands.SERVER
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)}
