@@ -241,7 +241,7 @@ async def test_a_driver_that_hangs_in_the_middle_of_a_snapshot(node: Prepare) ->
 
 
 async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_with_it_at_most(
-    node: Prepare, monkeypatch: pytest.MonkeyPatch
+    node: Prepare, monkeypatch: pytest.MonkeyPatch, limits: dict[int | None, float]
 ) -> None:
     """The thread of GPU1 is in the call about both. The pairs that are not read count as the farthest ones until the next snapshot."""
     sim = node("hgx-16")
@@ -253,7 +253,7 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
             return await read(*arguments)
 
         monkeypatch.setattr(nvml, "_read_levels", hang_then_read)
-        give_up_after(nvml, 0.5)
+        limits |= {0: 0.5, 1: 0.5}
         hung = await nvml.snapshot()
         assert (hung.gpus, hung.failures) == (before.gpus, ())
         assert {hung.topology.levels[a][b] for a in range(16) for b in range(a)} == {Level.SYS}
@@ -263,5 +263,4 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
         sim.control.release()
         await until_calls_return(nvml)
         monkeypatch.undo()
-        give_up_after(nvml, 10)
         assert await nvml.snapshot() == before
