@@ -47,6 +47,10 @@ class _Rejected(msgspec.Struct):
     due: float
     pause_seconds: float = _FIRST_PAUSE_SECONDS
 
+    def retried(self, now: float) -> None:
+        """Notes a retry at `now`: the next one is due after the pause."""
+        self.due, self.pause_seconds = now + self.pause_seconds, min(2 * self.pause_seconds, _LONGEST_PAUSE_SECONDS)
+
 
 class Rejections:
     """`pods`: the rejected pods, by UID. `clock` is monotonic, in seconds."""
@@ -78,6 +82,10 @@ class Rejections:
         async for each in sliced(waiting):
             if self.pods.get(each.pod.uid) is not each:
                 continue
+            # GPUs are kept for a pod that preempts. They count as used, so that the search below would not find them for the pod itself.
+            if (kept := self._index.placement(each.pod.uid)) is not None and self._index.fits(kept):
+                each.retried(now)
+                return each.pod
             quota = self._quotas.state(each.pod.namespace)
             offered = each.offered if each.numbering == numbering else -1  # -1: all nodes, since the offered ones were renumbered
             known = offered, each.version if quota == each.quota else -1
@@ -88,7 +96,7 @@ class Rejections:
             if nodes and largest.may_fit(each.pod.request):
                 key = (quota is not None and each.pod.namespace, each.pod.request.without_cpu, each.policy, nodes)
                 if key not in seen and await self._fits(each, nodes):
-                    each.due, each.pause_seconds = now + each.pause_seconds, min(2 * each.pause_seconds, _LONGEST_PAUSE_SECONDS)
+                    each.retried(now)
                     return each.pod
                 seen.add(key)
             if self._index.numbering != numbering:

@@ -78,6 +78,24 @@ async def test_a_rejection_of_a_nominated_pod_does_not_end_its_nomination(stage:
     assert sorted(stage.cores("a")) == [100, 200], "its GPU is still kept"
 
 
+async def test_a_nominated_pod_is_tried_again_when_its_victims_have_ended(stage: Stage) -> None:
+    """kube-scheduler may learn of their end before this process does. It then tries the pod too early, and not again for five minutes."""
+    await full(stage)
+    await stage.filter(item := await stage.create(important("vip")), ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+    nominated = await stage.create(important("vip", nominated="a"))
+    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == []
+    stage.clock.now += 2
+    assert await stage.extender.retryable() is None
+    stage.sim.remove("uid-low-0")
+    await until(lambda: stage.cores("a") == [100, 100])
+    found = await stage.extender.retryable()
+    assert found is not None
+    assert found.name == "vip"
+    assert await stage.extender.retryable() is None, "kube-scheduler has a second to try it"
+    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
+
+
 async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejected(stage: Stage) -> None:
     """On node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
     await full(stage, 60)
