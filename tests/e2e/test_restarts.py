@@ -114,8 +114,6 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     if refused():
         assert node.cluster.pods.all()["stages"]["status"]["reason"] == "UnexpectedAdmissionError"
         node.wait_freed("stages")
-    else:
-        assert node.ledger_of("stages")
     node.check_all_running([*pods, gpu_pod("later", 25, 10)])
     # The kubelet's list fills only bit by bit: absence in it must not free anything, now or some sweeps later.
     time.sleep(8)
@@ -144,7 +142,8 @@ def test_an_agent_registers_again_and_again(node: Node) -> None:
             node.agent.kill()
             wait_until("the kubelet has seen its end", lambda: not node.agent.offered().get(CORE))
             node.agent.start()
-    assert len(list(DEVICE_PLUGINS.glob("gpumgr-*.sock"))) == 2
+    # While the agent registers again, a resource has two sockets.
+    wait_until("a socket for each resource", lambda: len(list(DEVICE_PLUGINS.glob("gpumgr-*.sock"))) == 2)
     node.run([gpu_pod("later", 25, 10)])
     node.check()
 
