@@ -58,9 +58,10 @@ async def client(server: HttpServer) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class HangingFiles:
-    """The file system of the credentials, which hangs between `hang` and `release`."""
+    """The file system of the credentials, which hangs between `hang` and `release`. Only then a look at the files soon takes too long."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self._answers, self._read = threading.Event(), threading.Event()
         self._answers.set()
         look = credentials._stamp
@@ -71,9 +72,13 @@ class HangingFiles:
             return look(*paths)
 
         monkeypatch.setattr(credentials, "_stamp", stamp)
-        monkeypatch.setattr(credentials, "LOOK_SECONDS", 0.3)
+        self._set_limit(30.0)
+
+    def _set_limit(self, seconds: float) -> None:
+        self._monkeypatch.setattr(credentials, "LOOK_SECONDS", seconds)
 
     def hang(self) -> None:
+        self._set_limit(0.3)
         self._answers.clear()
         self._read.clear()
 
@@ -82,6 +87,7 @@ class HangingFiles:
         assert await asyncio.to_thread(self._read.wait, 10)
 
     def release(self) -> None:
+        self._set_limit(30.0)
         self._answers.set()
 
 
