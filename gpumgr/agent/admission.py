@@ -43,8 +43,8 @@ LIST_PAUSE_SECONDS = 0.25
 
 
 class ListFailedError(Refusal):
-    """Only `List` can show which pod a call is for, and it failed. The message names LIST_AGAIN_SECONDS, because `writer` shows it only
-    after retries for that time."""
+    """Only `List` can show which pod a call is for, and `List` failed. The message says that there was no answer for LIST_AGAIN_SECONDS,
+    because the module `writer` retries for that time before a call is refused with it."""
 
 
 class Admission:
@@ -156,8 +156,8 @@ class Admission:
     # -- by PodResources -----------------------------------------------------------------------------------------------------
 
     async def _corrected(self, ledger: Ledger, listing: Listing, resource: Resource, offered: Masks) -> Ledger:
-        """The ledger with the names that `List` shows, without allocations of ended pods. Only allocations with `offered` ids, or that
-        `_is_over` finds, are examined."""
+        """Returns the ledger with pod and container names corrected from `List`, and without allocations of ended pods. Examines only
+        allocations that hold `offered` ids, or for which `_is_over` is true."""
         ledger = named_by(ledger, listing, self._pods.get, self._granted)
         over = [a for a in ledger.allocations.values() if self._is_over(a, listing)]
         suspects = [*ledger.holders(resource, offered), *over]
@@ -167,7 +167,8 @@ class Admission:
         gone = [a for a in absent.values() if ended[a.id]]
         freed = freed_by_offer(ledger, gone, visible, listing, self._pods.get)
         kept = [a for a in absent.values() if not ended[a.id]]
-        # `List` does not show these ids. So a listed pod of the same name may be a new one, unless the former pod certainly runs.
+        # `List` does not show the ids of these allocations. So a listed pod with the name of an allocation's pod may be a new pod, unless
+        # the allocation's pod is known to run.
         renewed = {a.pod for a in kept if a.id not in self._kept and ended[a.id] is None}
         renewed |= {a.pod for a in gone if a.pod and not freed.of(a.pod)}
         self.listings.renew(renewed)
@@ -223,7 +224,7 @@ class Admission:
         def may_wait(pod: PodKey) -> bool:
             view = self._pods.get(pod)
             if last is not None and pod == last.pod and self.current.spec is None:
-                return True  # the pod that the cache has under this name did not match the last call
+                return True  # the last call did not match the cached pod of this name, which may be an earlier one
             return view is None or view.ended or next_container(ledger, view) is not None
 
         return max(filter(may_wait, listing.pods), key=rank, default=None)
@@ -266,8 +267,8 @@ class Admission:
         """The possible callers, found without `List`: the container of the last Allocate if it lacks this resource, and the pods that wait
         for it.
 
-        A share always requests both resources. A container with whole GPUs may request no memory: then ids on other GPUs (`masks`) are for
-        another container.
+        A share always requests both resources. A container with whole GPUs may request cores only. So if none of the ids (`masks`) are on
+        its GPUs, the call is for another container.
         """
         callers = [
             Caller(pod=view.key, view=view, spec=spec, unconfirmed=True, continues=self._unclaimed(ledger, spec, resource))

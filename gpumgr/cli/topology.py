@@ -54,8 +54,8 @@ class ShownNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_option(*, required: bool) -> Callable[[_F], _F]:
-    """Adds --topology and --sim, and passes the `node` that they name to the command, without an option this machine. `required`: one of
-    the options must be given. Raises the errors of `read_topology` and `read_snapshot`."""
+    """Adds --topology and --sim. Passes the node that they name to the command as `node`; if neither is given, this machine. `required`:
+    one of the options must be given. Raises the errors of `read_topology` and `read_snapshot`."""
 
     def added(command: _F) -> _F:
         @wraps(command)

@@ -26,8 +26,8 @@ Subject = tuple[AllocationId, User | None]
 
 
 class ContainerEvents:
-    """`containers` returns the running containers of each allocation. If the ledger has no pod for an allocation, `pod_of` returns
-    theirs."""
+    """`containers` returns the running containers of each allocation. If the ledger has no pod for an allocation, `pod_of` returns the pod
+    of its running container."""
 
     def __init__(self, agent_state: AgentState, *, containers: Callable[[], Mapping[AllocationId, Sequence[Container]]]) -> None:
         self._agent_state, self._containers = agent_state, containers

@@ -150,7 +150,7 @@ class HttpServer:
             transport.abort()
         await asyncio.gather(*starting, return_exceptions=True)
         for task, connected in starting.items():
-            if task.cancelled():  # before its first step, `_begin` itself can't close the socket
+            if task.cancelled():  # a task that is cancelled before it starts never runs `_begin`, which would close the socket
                 connected.close()
 
     def _tcp_names(self) -> list[Any]:

@@ -31,8 +31,8 @@ _KEPT_CHOICES: Final = 16
 _KEPT_BY_IDLE: Final = 64
 #: For at most so many nodes, `rooms_of` collects the rooms node by node.
 _FEW: Final = 200
-#: If the number of slots exceeds twice the number of nodes by more than this, the index renumbers the nodes, and until then names without
-#: a node get no slots.
+#: If the number of slots exceeds twice the number of nodes by more than this, the index renumbers the nodes. Before it has done so, names
+#: without a node get no new slots.
 _UNUSED_SLOTS: Final = 1024
 
 _ONE: Final = ord("1")
@@ -55,8 +55,8 @@ class FreeCores(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """The rank of a node with room. `taken`: what the pod takes of the node's free cores; None: the policy does not count stranded cores. A
-    policy that counts them compares their number before `rank`."""
+    """The rank of a node with room. `taken`: what the pod takes of the node's free cores. A policy that counts the cores that the pod
+    strands (see `Ranking`) compares their number first, and then `rank`. For other policies `taken` is None."""
 
     rank: Rank
     taken: FreeCores | None = None

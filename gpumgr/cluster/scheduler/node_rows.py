@@ -24,7 +24,7 @@ class NodeRow(msgspec.Struct, frozen=True):
 
 
 class NodeRows:
-    """`nodes`: the nodes with GPUs or an inventory by name, as of the last `refresh`."""
+    """`nodes`: name -> node, for each node that has GPUs or an inventory, as of the last `refresh`."""
 
     def __init__(self, watches: ClusterWatches) -> None:
         self._index, self._watched = watches.index, watches.nodes

@@ -185,7 +185,7 @@ class WatchedPod(AskingPod, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> PlacedPod | None:
-        """The pod on its node; None if it is not bound, or can hold no GPU."""
+        """The pod on its node; None if it is not bound, or can't hold any GPU."""
         if self.node is None or not self.request.containers:
             return None
         named = {"uid": self.uid, "namespace": self.namespace}

@@ -191,7 +191,7 @@ class ClusterWatches:
             _log.warning("placement_unusable", pod=f"{after.namespace}/{after.name}", pod_uid=after.uid, reason=after.problem)
         if after.placed is not None:
             self.index.bind(after.placed)
-        elif after.node is not None:  # the pod can hold no GPU
+        elif after.node is not None:  # the pod is bound, and can't hold any GPU
             self.index.use_cpu(after.uid, after.node, after.request.cpu_milli)
         for known, belongs in (
             (self.pending, after.node is None and after.wants_gpu),

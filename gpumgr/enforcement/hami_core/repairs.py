@@ -1,9 +1,9 @@
 """Computes what the agent writes into regions, the files that it shares with HAMi-core's library ("the library"). Pure.
 
 A repair writes one word: a granted limit, or what the library can't repair (a host pid, the lock of a killed process). The agent also
-writes the region's word `recent_kernel`. In a container with a limit of cores, the library delays launches while it is below 0. So launches
-wait while a container with a lower priority number launches on the same GPU. Source: HAMi 2.10, cmd/vGPUmonitor/feedback.go, and
-HAMi-core's rate_limiter.
+writes the region's word `recent_kernel`. While this word is below 0, the library delays the launches of a container with a limit of cores.
+The agent sets it below 0 while a container with a lower priority number launches on the same GPU. Source: HAMi 2.10,
+cmd/vGPUmonitor/feedback.go, and HAMi-core's rate_limiter.
 """
 
 import struct
@@ -91,8 +91,8 @@ def abandoned(seen: RegionView, hosts_of: HostsOf) -> Iterator[ProcessSlot]:
 
 
 def holder_may_run(seen: RegionView, hosts_of: HostsOf) -> bool:
-    """Whether a running process may hold the semaphore `postinit`. Holder and waiters have no host pid yet, so a holder runs only if more
-    processes lack a host pid than wait."""
+    """Whether a running process may hold the semaphore `postinit`. Neither its holder nor its waiters have a host pid yet. So if the
+    running processes without a host pid are not more than the waiters, no holder runs."""
     starting = sum(slot.live and slot.hostpid == 0 and bool(hosts_of(slot.pid)) for slot in seen.slots)
     return starting > seen.postinit_waiters
 

@@ -127,8 +127,9 @@ class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: its `pid` in its pid namespace, and the `namespace`'s inode (0: not known). `stack`: where its first stack began when it
-    took the slot, 0: not known. `fault`: why the library does not limit the process; None: it does."""
+    """One process: its `pid` in its pid namespace, and the `namespace`'s inode (0: not known). `stack`: where the stack of the process's
+    main thread began when the process took the slot (an exec moves it); 0: not known. `fault`: why the library does not limit the process;
+    None: it does."""
 
     index: int
     pid: int
@@ -255,7 +256,7 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
             for each in slot.gpu[:gpus]
         )
         fault = _printable(slot.fault) if slot.state == _DISABLED else None
-        # Without a state, the process `pid` is emptying the slot of another process.
+        # While the state is 0, the process `pid` is emptying the slot, and `stack` may be that of the process before.
         stack = slot.gpu[0].stack if slot.state else 0
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=stack, fault=fault, gpus=on_gpus))
     return tuple(slots)
