@@ -112,7 +112,7 @@ class ReadModel:
             if health.effective_reason is not None
         }
         connections, refused, disconnects = self._connections()
-        names: Mapping[str, str] = {str(kind): name for kind, name in resource_names(components.settings).items()}
+        names = self._resource_names()
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
@@ -149,12 +149,17 @@ class ReadModel:
 
     def not_ready(self) -> Sequence[str]:
         """Why the node can't run pods with GPUs now; empty if it can."""
+        names = self._resource_names()
         reasons = [
-            f"{kind} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
+            f"{names.get(kind, kind)} is not registered with the kubelet" + (f": {state.error}" if state.error else "")
             for kind, state in self._components.link.states.items()
             if not state.registered
         ]
         return [*reasons, *self._slice_troubles(offered=False), *self.no_driver(), *self._unlisted(some=False)]
+
+    def _resource_names(self) -> Mapping[str, str]:
+        """The kubelet's name of each kind of resource. MIG devices have that name in this agent, too."""
+        return {str(kind): name for kind, name in resource_names(self._components.settings).items()}
 
     def _unlisted(self, *, some: bool) -> tuple[str, ...]:
         """The sentence about GPUs that the driver does not list. With `some`, only if the driver lists other GPUs; without, only if it

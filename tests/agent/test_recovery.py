@@ -84,10 +84,8 @@ async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unkn
         await node.agent_log.until("web_listening")
         status, said = await probe(node)
         assert status == 503
-        assert (
-            f"core is not registered with the kubelet: {old.namespace}/old (main) hold GPUs from gpu-manager, and {folder}"
-            in said
-        )
+        holder = f"{old.namespace}/old (main) hold GPUs from gpu-manager"
+        assert f"tencent.com/vcuda-core is not registered with the kubelet: {holder}, and {folder}" in said
         assert node.agent_log.find("registered") == []
 
         await node.agent.kill()

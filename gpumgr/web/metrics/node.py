@@ -25,7 +25,9 @@ _LIMITS: Final = gauge(
 _TOTAL: Final = gauge("gpu_memory_total_bytes", "Memory of the GPU.", "gpu")
 _HEALTHY: Final = gauge("gpu_healthy", "1 if new containers may be placed on the GPU.", "gpu")
 _REASON: Final = gauge("gpu_unhealthy_reason", "1 for the reason why the GPU takes no new containers.", "gpu", "reason")
-_NOT_READABLE: Final = gauge("gpus_not_readable", "GPUs of unknown UUID that the driver lists but can't describe.")
+_NOT_READABLE: Final = gauge(
+    "gpus_not_readable", "GPUs that the driver lists but can't describe, unless their UUID is registered."
+)
 _NOT_LISTED: Final = gauge("gpus_not_listed", "GPUs on the PCI bus that the driver does not list.")
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(

@@ -24,7 +24,7 @@ async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeA
 async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     agent.state["containers"][0]["pod"] = "evil\x1b[2J\n"
     agent.state["failures"] = [{"index": 7, "uuid": None, "message": "GPU is lost"}]
-    agent.state["not_ready"] = ["core is not registered with the kubelet"]
+    agent.state["not_ready"] = ["tencent.com/vcuda-core is not registered with the kubelet"]
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--output", "json")
     (line,) = ended.out.splitlines()
     assert "\x1b" not in line

@@ -21,7 +21,7 @@ from tests.unit.web.metrics.pictures import name_of, uuid_of, view_of
 ZERO, ONE = "GPU0 (00000000)", "GPU1 (00000001)"
 HEALTHY = Condition(trouble=False, reason="GpusWork", message="2 GPUs, none in trouble")
 AWAY = "the driver's library does not answer"
-UNREGISTERED = "core is not registered with the kubelet"
+UNREGISTERED = "tencent.com/vcuda-core is not registered with the kubelet"
 
 
 @dataclass

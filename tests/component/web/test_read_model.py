@@ -7,6 +7,7 @@ import pytest
 
 from gpumgr.agent.inventory import Inventory
 from gpumgr.kubelet.slice_publisher import PublisherState
+from gpumgr.settings import Settings
 from gpumgr.web.metrics import Metrics
 from gpumgr.web.read_model import ReadModel
 
@@ -17,6 +18,7 @@ NO_SHARING, NO_TAINTS = "the gate DRAConsumableCapacity is off", "the gate DRADe
 def model(state: PublisherState | None) -> ReadModel:
     """None: of a node in mode plugin."""
     components = SimpleNamespace(
+        settings=Settings(),
         metrics=Metrics(node="n", version="0"),
         agent_state=SimpleNamespace(inventory=Inventory()),
         link=SimpleNamespace(states={}),
