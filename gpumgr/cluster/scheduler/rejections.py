@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from gpumgr.cluster.core.question import Largest, Question
-from gpumgr.cluster.core.request import Policy
+from gpumgr.cluster.core.request import PlacedPod, Policy
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.common.aio import LogPace, in_slices, sliced
@@ -36,7 +36,8 @@ _REMEMBERED: Final = 100
 
 class _Rejected(msgspec.Struct):
     """A pod that did not fit when the index had `version` and its quota had the state `quota`. `offered`: the nodes that kube-scheduler
-    offered, as bits by `numbering`. `due`: when the pod may be tried again."""
+    offered, as bits by `numbering`. `due`: when the pod may be tried again. `retried_for`: the kept placement that caused the last
+    retry."""
 
     pod: WatchedPod
     policy: Policy
@@ -45,11 +46,13 @@ class _Rejected(msgspec.Struct):
     version: int
     quota: Hashable
     due: float
-    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    pause_seconds: float
+    retried_for: PlacedPod | None = None
 
-    def retried(self, now: float) -> None:
-        """Notes a retry at `now`: the next one is due after the pause."""
-        self.due, self.pause_seconds = now + self.pause_seconds, min(2 * self.pause_seconds, _LONGEST_PAUSE_SECONDS)
+    def retried(self, now: float, kept: PlacedPod | None = None) -> None:
+        """Notes a retry at `now`: the next one is due after the pause. `kept`: the kept placement that causes the retry."""
+        self.retried_for, self.due = kept, now + self.pause_seconds
+        self.pause_seconds = min(2 * self.pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
 class Rejections:
@@ -63,8 +66,15 @@ class Rejections:
     def add(self, pod: WatchedPod, policy: Policy, offered: int) -> None:
         if len(self.pods) > 2 * len(self._watches.pending) + _REMEMBERED:
             self.pods = {uid: each for uid, each in self.pods.items() if uid in self._watches.pending}
-        due, state = self._clock() + _FIRST_PAUSE_SECONDS, self._quotas.state(pod.namespace)
-        self.pods[pod.uid] = _Rejected(pod, policy, offered, self._index.numbering, self._index.version, state, due)
+        before, kept, pause = self.pods.get(pod.uid), self._index.placement(pod.uid), _FIRST_PAUSE_SECONDS
+        if before is None or before.retried_for != kept:
+            kept = None
+        elif kept is not None:  # its GPUs are free, but its quota or kube-scheduler's own filters exclude them
+            pause = before.pause_seconds
+        due, state = self._clock() + pause, self._quotas.state(pod.namespace)
+        self.pods[pod.uid] = _Rejected(
+            pod, policy, offered, self._index.numbering, self._index.version, state, due, pause, retried_for=kept
+        )
 
     def names(self, uid: str) -> Sequence[str]:
         """The nodes that were offered for a rejected pod; none if the nodes were renumbered since."""
@@ -84,7 +94,7 @@ class Rejections:
                 continue
             # GPUs are kept for a pod that preempts. They count as used, so that the search below would not find them for the pod itself.
             if (kept := self._index.placement(each.pod.uid)) is not None and self._index.fits(kept):
-                each.retried(now)
+                each.retried(now, kept)
                 return each.pod
             quota = self._quotas.state(each.pod.namespace)
             offered = each.offered if each.numbering == numbering else -1  # -1: all nodes, since the offered ones were renumbered

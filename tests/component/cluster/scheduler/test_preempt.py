@@ -96,6 +96,29 @@ async def test_a_nominated_pod_is_tried_again_when_its_victims_have_ended(stage:
     assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
 
 
+@pytest.mark.parametrize("reason", ["quota", "own filters"])
+async def test_the_pause_grows_while_filter_rejects_a_pod_whose_kept_gpus_are_free(stage: Stage, reason: str) -> None:
+    """The pod is over its quota by now, or kube-scheduler's own filters exclude the node, so that it offers only another one."""
+    await full(stage)
+    await stage.filter(item := await stage.create(important("vip")), ["a"])
+    assert await preempt(stage, item, {"a": ["low-0"]})
+    nominated = await stage.create(important("vip", nominated="a"))
+    await until(lambda: "uid-vip" in stage.watches.nominated)
+    stage.sim.remove("uid-low-0")
+    await until(lambda: stage.cores("a") == [100, 100])
+    assert await stage.schedule(important("b", ("app", 400, 0)), ["b"]) == "b"
+    if reason == "quota":
+        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=100),))}
+    offered, times = ["a"] if reason == "quota" else ["b"], []
+    assert (await stage.filter(nominated, offered))["NodeNames"] == []
+    for tenth in range(10, 1300):
+        stage.clock.now = tenth / 10
+        if await stage.extender.retryable() is not None:
+            times.append(stage.clock.now)
+            assert (await stage.filter(nominated, offered))["NodeNames"] == []
+    assert times == [1, 3, 7, 15, 31, 63, 127]
+
+
 async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejected(stage: Stage) -> None:
     """On node b only the sum is short; on node a no sum is short, so kube-scheduler does not propose it."""
     await full(stage, 60)
