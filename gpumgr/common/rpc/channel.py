@@ -75,7 +75,16 @@ class UnixChannel(OpenChannel):
         """
         # grpclib ends a wait by a cancellation of the task, which it never takes back. In Python 3.11.2 (Debian 12) the task's next
         # `asyncio.timeout` then raises CancelledError instead of TimeoutError, which ends a daemon. So the call has a task of its own.
-        return await asyncio.create_task(self._unary(route, request, reply_type, timeout_seconds), name=route)
+        caller = asyncio.current_task()
+        assert caller is not None
+        cancellations = caller.cancelling()
+        try:
+            return await asyncio.create_task(self._unary(route, request, reply_type, timeout_seconds), name=route)
+        except CALL_FAILURES as error:
+            # If the caller is cancelled while grpclib ends the wait, grpclib's error replaces the cancellation.
+            if caller.cancelling() > cancellations:
+                raise asyncio.CancelledError from error
+            raise
 
     async def _unary(self, route: str, request: Any, reply_type: type[Reply], timeout_seconds: float | None) -> Reply:
         try:
