@@ -51,8 +51,8 @@ def compose(content: bytes) -> yaml.Node | None:
         # The position counts characters if the content could be decoded, otherwise bytes.
         at, decoded = error.position, error.encoding == "unicode"
         encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
-        breaks = content.decode(encoding, "replace")[:at].count("\n") if decoded else content[:at].count(b"\n")
-        raise _no_yaml(error.reason, breaks + 1) from error
+        before = content.decode(encoding, "replace")[:at] if decoded else content[:at].decode(encoding, "replace")
+        raise _no_yaml(error.reason, before.count("\n") + 1) from error
     except RecursionError as error:
         raise _no_yaml("nested too deeply") from error
     except Exception as error:  # int() and chr() raise for digits that PyYAML does not check

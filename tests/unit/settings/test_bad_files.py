@@ -5,6 +5,7 @@ import socket
 import string
 import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
@@ -67,6 +68,15 @@ def test_what_is_wrong_is_said_with_its_line(content: str, tmp_path: Path) -> No
 def test_the_line_is_right_in_every_encoding_of_yaml(encoding: str, tmp_path: Path) -> None:
     (problem,) = check_settings(write(tmp_path, "# é\n# é\nlog: {level: \a}".encode(encoding)))
     assert problem.line == 3
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_the_line_of_a_lone_surrogate_is_right(order: Literal["little", "big"], tmp_path: Path) -> None:
+    """U+0A0A has the byte of a line break twice."""
+    encoding = f"utf-16-{order[0]}e"
+    content = "\ufeff# \u0a0a\nlog: ".encode(encoding) + 0xD800.to_bytes(2, order) + "\n".encode(encoding)
+    (problem,) = check_settings(write(tmp_path, content))
+    assert problem.line == 2
 
 
 def test_a_value_that_grows_when_it_is_written_out_is_not_written_out(tmp_path: Path) -> None:
