@@ -168,9 +168,8 @@ class Session:
             self._session_open.clear()
             try:
                 # No deadline: a busy machine, which wakes the threads late, must not prevent the other program's work.
-                await self._close_session(
-                    stop_seconds=_WAIT_MILLISECONDS / 1000 + self._timeout_seconds, shutdown_seconds=self._timeout_seconds
-                )
+                stop_seconds = max(_STOP_SECONDS, _WAIT_MILLISECONDS / 1000 + self._timeout_seconds)
+                await self._close_session(stop_seconds=stop_seconds, shutdown_seconds=self._timeout_seconds)
                 if self._opened:
                     raise NvmlError("the session with the driver can't be ended: the wait for events hangs")
                 try:

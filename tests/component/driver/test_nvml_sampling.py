@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import DoubleBitError, Failed, HealthReading, Observation, Xid
+from gpumgr.driver.session import EventThread
 from gpumgr.placement.devices import GpuProcess, GpuSample
 from gpumgr.sim import library
 from gpumgr.sim.control import SimLoad, SimProcess
@@ -270,6 +271,26 @@ async def test_another_programs_turn_waits_for_a_slow_event_thread(node: Prepare
         async with nvml.without_session():
             assert not nvml.opened
         assert nvml.opened
+
+
+async def test_another_programs_turn_gives_the_event_thread_no_less_time_than_the_agents_end(
+    node: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the limit for calls is short."""
+    limits = []
+    stop = EventThread.stop
+
+    async def noted(thread: EventThread, *, timeout_seconds: float) -> bool:
+        limits.append(timeout_seconds)
+        return await stop(thread, timeout_seconds=timeout_seconds)
+
+    monkeypatch.setattr(EventThread, "stop", noted)
+    monkeypatch.setattr("gpumgr.driver.session._STOP_SECONDS", 60.0)
+    async with opened(node("mixed-2")) as nvml:
+        await nvml.snapshot()
+        await nvml.watch_events(Events())
+        async with nvml.without_session():
+            assert limits == [60.0]
 
 
 async def test_errors_of_the_wait_are_waited_out(node: Prepare) -> None:
