@@ -252,9 +252,10 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
             sim.control.hang(gpu=0)
             return await read(*arguments)
 
-        monkeypatch.setattr(nvml, "_read_levels", hang_then_read)
         limits |= {0: 0.5, 1: 0.5}
-        hung = await nvml.snapshot()
+        with monkeypatch.context() as patched:
+            patched.setattr(nvml, "_read_levels", hang_then_read)
+            hung = await nvml.snapshot()
         assert (hung.gpus, hung.failures) == (before.gpus, ())
         assert {hung.topology.levels[a][b] for a in range(16) for b in range(a)} == {Level.SYS}
         health = await nvml.read_health()
@@ -262,5 +263,5 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
         assert failed == [before.gpus[n].uuid for n in (0, 1)]
         sim.control.release()
         await until_calls_return(nvml)
-        monkeypatch.undo()
+        limits.clear()
         assert await nvml.snapshot() == before
