@@ -15,11 +15,11 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node_use import ContainerUse
 from gpumgr.placement.pods import PodView
 
-#: running: it was resumed because it needed its memory, although gpumgr.io/suspend demands its suspension. failed: a process can't go on;
-#: only the container's end helps.
+#: running: the container was resumed because it needed its memory, although the annotation gpumgr.io/suspend demands its suspension.
+#: failed: a process can't go on; only the container's end helps.
 State = Literal["running", "suspending", "suspended", "resuming", "failed"]
 IN_PROGRESS: Final = ("suspending", "resuming")
-#: The first driver with these functions, and the first with them for processes on several GPUs.
+#: The first driver with the functions cuCheckpointProcess*, and the first in which they also move processes on several GPUs.
 _FIRST_DRIVER, _FIRST_DRIVER_SEVERAL_GPUS = 570, 610
 _MACHINE: Final = "x86_64"
 #: The host needs more than the GPU had: 4.8 GiB for 4 GiB and a context of 0.5 GiB (H200, driver 580).
@@ -89,7 +89,8 @@ Verb = Literal["suspend", "resume"]
 
 
 class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left on the node, and in the container's cgroup and its ancestors. None: not known, or no limit."""
+    """The host's memory that can still be used: on the node, and within the limits of the container's cgroup and its ancestors. None: not
+    known, or no limit."""
 
     node_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -199,8 +200,8 @@ def ahead(suspensions: SuspensionsById, name: AllocationId) -> AllocationId | No
 def overcommitted(
     allocations: Iterable[Allocation], suspensions: SuspensionsById, gpu: GpuName, memory_mebibytes: int
 ) -> Sequence[Allocation]:
-    """The containers on a GPU with oversubscribed memory that are not suspended, if their limits exceed the GPU's memory; else none. Init
-    containers do not count, because they do not run at the same time as their pod's other containers."""
+    """If a GPU's memory is oversubscribed and the containers' limits together exceed it, these containers; else none. Suspended containers
+    do not count. Init containers do not count either, because they do not run at the same time as their pod's other containers."""
     found = [a for a in allocations if not (a.init or (a.id in suspensions and suspensions[a.id].away))]
     scaled = any(a.limits_on(gpu).memory_mebibytes > a.amounts_on(gpu).memory_mebibytes for a in found if gpu in a.limits)
     return found if scaled and sum(a.limits_on(gpu).memory_mebibytes for a in found) > memory_mebibytes else ()

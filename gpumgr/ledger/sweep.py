@@ -1,4 +1,4 @@
-"""Frees allocations when the kubelet frees their ids, and corrects the pod and container that they name.
+"""Frees allocations when the kubelet frees their ids, and corrects their names (the pod and the container of each allocation).
 
 The kubelet frees an ended pod's ids at the next admission and offers them at once. An allocation is freed in two ways:
 * `freed_by_offer`: GetPreferredAllocation offers its ids, `List` does not show these ids during that call, and its pod has ended.
@@ -125,8 +125,8 @@ def _had_another_name(before: Allocation, after: Allocation) -> bool:
 
 
 def _freed_with(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> list[Allocation]:
-    """The allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If that pod was a wrong guess for
-    the later allocation, and still runs: only the allocations that hold some of the later one's ids."""
+    """The allocations that `List` never shows, if a later allocation of their pod is among the `freed`. If the later allocation was freed
+    because its pod was a wrong guess, that pod may still run: then only allocations that share ids with the later one are returned."""
     order = {each: number for number, each in enumerate(ledger.allocations)}
     ended = [a for a in freed if not unlisted(a)]
     gone = {a.id for a in freed}
@@ -182,9 +182,12 @@ def _follower(before: Mapping[AllocationId, Allocation], ledger: Ledger, a: Allo
 
 
 def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
-    """The ledger with the corrected allocation `named`. The kubelet shares ids only within one pod. So if another allocation with these ids
-    was granted to an init container, or its pod is not certain, it is an init container's of the same pod. Otherwise it is wrong, and is
-    freed."""
+    """The ledger with the corrected allocation `named`.
+
+    The kubelet lets two containers have the same ids only if they are of one pod, and one is an init container. So another allocation with
+    these ids becomes an init container's of the corrected pod, if it is an init container's of the former pod, or if it has no UID and
+    `List` never shows it. Otherwise it is wrong, and is freed.
+    """
     before = ledger.allocations[named.id]
     for b in {b.id: b for resource in ALL_RESOURCES for b in ledger.holders(resource, named.held(resource))}.values():
         if b.id != named.id and not (b.same_pod(named) and (b.init or named.init)):
@@ -195,8 +198,8 @@ def _with_name(ledger: Ledger, named: Allocation) -> Ledger:
 
 
 def _joined(ledger: Ledger, named: Allocation) -> Ledger:
-    """Joins `named` with the allocation of the container's other resource. The id is that of the cores, because the container's folder has
-    that name. Without a UID the other allocation may be an earlier pod's, and nothing is joined."""
+    """Joins `named` with the allocation of the container's other resource. The result has the id of the allocation with the cores, because
+    the container's folder is named after it. Without a UID the other allocation may be an earlier pod's, so nothing is joined."""
     mine = [a for a in ledger.of(named.pod, named.uid) if (a.uid, a.container, a.init) == (named.uid, named.container, False)]
     cores, blocks = ([a for a in mine if [*a.device_ids] == [resource]] for resource in RESOURCES)
     if named.uid is None or len(mine) != 2 or not cores or not blocks or not set(blocks[0].gpus) <= set(cores[0].gpus):
@@ -268,7 +271,8 @@ def unlisted(a: Allocation) -> bool:
 
 
 def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
-    """Pod and container for which `List` shows the allocation's ids: its own if they have any of the ids, else any that have them all."""
+    """The pod and the container for which `List` shows the allocation's ids: the allocation's own container if it has some of the ids, else
+    the first container that has all of them."""
     if a.init or a.anonymous:
         return None
     if a.pod is not None and a.container is not None:

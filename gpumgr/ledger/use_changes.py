@@ -1,7 +1,7 @@
 """What changes from sample to sample: allocations that exceed their memory limit, and processes without an allocation (unattributed ones).
 
-An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack, and within it again after
-`samples` readings that are not. A sample in which its memory is not known does not count.
+An allocation is over its limit on a GPU after `samples` readings in a row above the limit plus the slack. It is within the limit again
+after `samples` readings in a row that are not above this sum. A sample in which its memory is not known does not count.
 
 An unattributed process is reported once, after EXPECTED_SECONDS, because the driver lists processes of an ended container a moment longer.
 """

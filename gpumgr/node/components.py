@@ -212,8 +212,8 @@ class Components:
         )
 
     async def _make_room(self, allocation: Allocation) -> None:
-        """Ends other containers' bursts (memory beyond the request) before a container starts. Until then the driver is sampled each
-        second, because nvml.sample_period_seconds may be an hour."""
+        """Ends other containers' bursts (memory beyond the request) before a container starts. While the start waits for this, the driver
+        is sampled each second, because nvml.sample_period_seconds may be an hour."""
         with self.monitor.sampling_soon():
             await self.memory_watcher.bursts.make_room(allocation)
 

@@ -102,7 +102,8 @@ async def _assembled(
         loaded = checkpoint.load()
         if loaded.notes.get(LOST_NOTE):
             loaded = replace(loaded, lost=True)
-        elif not loaded.ledger.gpu_registry.gpus:  # empty: it must be rebuilt even if this agent ends before
+        elif not loaded.ledger.gpu_registry.gpus:
+            # An empty ledger must be rebuilt. If this agent ends before that, the note makes the next one rebuild it.
             loaded = replace(loaded, lost=True)
             await checkpoint.save_note(LOST_NOTE, "yes")
         _log_damage(loaded)

@@ -7,8 +7,8 @@ their release.
 In mode dra the second agent also registers the DRA driver, with its own sockets, unless pods of mode plugin hold GPUs. The kubelet calls
 the DRA driver that registered last; these calls wait until the second agent has its ledger.
 
-The first agent still writes to the checkpoint. The second one reads it only to test whether this version can, and to find pods of mode
-plugin.
+The first agent still writes to the checkpoint. The second one only reads it: to find out whether its version can read it, and whether pods
+of mode plugin hold GPUs.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class SecondAgent:
         self._waits_for = ""
         self._holders: str | None = None
         self._driver_trouble: str | None = "no driver was found yet"
-        #: The first agent's ledger when `_load` read it. None before, or if it was corrupt then.
+        #: The first agent's ledger, as `_load` read it. None: not read yet, or the checkpoint was corrupt.
         self._ledger: Ledger | None = None
         self._loaded = asyncio.Event()
 

@@ -27,8 +27,8 @@ class Level(IntEnum):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """What joins two GPUs. `nvlinks`: the number of direct NVLinks; with NVSwitch, how many links to switches each of the two GPUs has at
-    least."""
+    """What joins two GPUs. `nvlinks`: the number of direct NVLinks; with NVSwitch, the smaller of the two GPUs' numbers of links to
+    switches."""
 
     level: Level
     nvlinks: int = 0

@@ -29,9 +29,9 @@ from gpumgr.placement.tree import Group, build_tree, enclosing_group, groups_sma
 
 #: Steps before the exact search gives up; a step takes about 0.1 microseconds (`make bench`: link_worst_case).
 STEP_LIMIT: Final = 200_000
-#: Listing one set costs so many steps, and a quarter step for each pair of a GPU of the set and a class.
+#: The cost of listing one set, in steps. A quarter step is added for each pair of a GPU of the set and a class.
 _STEPS_PER_SET: Final = 40
-#: Examining one state (the counts of the remaining GPUs) costs so many steps.
+#: The cost of examining one state (the counts of the remaining GPUs), in steps.
 _STEPS_PER_STATE: Final = 20
 _NO_LOSS_YET: Final = 1 << 60
 
@@ -60,7 +60,7 @@ def _alike(scores: Scores, a: int, b: int, gpus: Sequence[int]) -> bool:
 
 class PartitionSearch:
     """One search over the free GPUs of a node for sets of `k`; T contains `required`. GPUs of different `kind` are never exchanged, even if
-    they have the same scores. A set takes the lowest indices of each class, which win the last tie."""
+    they have the same scores. From each class a set takes the GPUs with the lowest indices, because these win if all else is equal."""
 
     def __init__(
         self, scores: Scores, free: Sequence[int], k: int, required: Sequence[int], kind: Mapping[int, Hashable]
@@ -121,7 +121,7 @@ class PartitionSearch:
         return best
 
     def _least(self, candidates: Sequence[tuple[int, int]], state: int, size: int, best: int) -> int:
-        """The least loss if `state` is split into one of `candidates` and `size` other GPUs; `best`, if this is lower."""
+        """The least loss if `state` is split into one of `candidates` and `size` other GPUs; `best` if no such split has a lower loss."""
         guards, guarded, tried = self._guards, state | self._guards, 0
         for loss, packed in candidates:
             if loss >= best:
@@ -145,7 +145,7 @@ class PartitionSearch:
         return made
 
     def _by_first_class(self, sets: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The sets by their first class, because a partition is built from its first GPU on."""
+        """The sets by their first class, because the search always takes next a set with the first class that is left."""
         filed: list[list[tuple[int, int]]] = [[] for _ in self._classes]
         for loss, packed in sets:
             filed[((packed & -packed).bit_length() - 1) // self._width].append((loss, packed))

@@ -98,8 +98,8 @@ class ReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     `memory_percent` of the GPU's memory. A GPU is charged with the memory divided by `memory_scaling`, and the cores divided by
     `core_scaling`.
 
-    `memory_on`: (UUID, the container's limit in MiB on that GPU), for GPUs that HAMi's scheduler chose. HAMi's scheduler may compute a
-    percentage from the free memory.
+    `memory_on`: (UUID, the container's limit in MiB on that GPU), for GPUs that HAMi's scheduler chose. For a percentage this limit can be
+    lower than that part of the GPU's memory, because HAMi's scheduler may compute the percentage from the free memory.
     """
 
     count: int

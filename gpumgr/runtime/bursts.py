@@ -1,7 +1,7 @@
 """Bursts: computes how much GPU memory above its request each container may use now. A pod demands a burst by the annotation
 gpumgr.io/memory-limit.
 
-A start, a resume or a resize of another container waits here until bursts have freed its memory. See `gpumgr.ledger.burst`.
+A start, a resume or a resize of another container waits here until bursts have freed the memory that it needs. See `gpumgr.ledger.burst`.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ IGNORED: Final = "GpuMemoryLimitIgnored"
 _OFF: Final = "this node allows no burst (enforcement.memory_burst is off)"
 #: How long a start waits for lower limits of other containers. The kubelet ends PreStartContainer after 30 s.
 _ROOM_SECONDS: Final = 12.0
-#: Why a container's limits are not known to be in force until the container runtime has answered the agent.
+#: The reason why containers' limits are not known to be in force, while the container runtime has not answered the agent yet.
 NOT_LISTED: Final = "the container runtime has not listed it yet"
 
 Shares = Mapping[AllocationId, GpuShare]
@@ -73,8 +73,8 @@ class Bursts:
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
-        """Call it first in each evaluation of a sample. It notes the limits that new containers may have. `use`: what containers use by
-        this sample."""
+        """Call it first in each evaluation of a sample. It notes the limits that new containers may have. `use`: what the containers use
+        according to this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if self._limit_may_be_unknown(a, gpu, use.containers[a.id, gpu].memory_bytes)
@@ -87,7 +87,7 @@ class Bursts:
         self.growing = ()
 
     async def apply(self, ledger: Ledger, shares: Shares, use: NodeUse, sample: NodeSample) -> tuple[Shares, NodeUse]:
-        """Adds the limits of bursts to `shares` and `use`. Call it once for each evaluation. `shares` and `use` are of this ledger."""
+        """Adds the limits of bursts to `shares` and `use`. Call it once for each evaluation. `shares` and `use` belong to `ledger`."""
         gpus = self._agent_state.inventory.gpus(ledger.gpu_registry)
         limits = self._demanded(ledger, {name: gpu.memory_mebibytes for name, gpu in gpus.items()}, shares, use)
         self._away = {a: each.memory_bytes for a, each in self._agent_state.suspensions.items() if each.away}
@@ -170,7 +170,7 @@ class Bursts:
 
     def most_bytes(self, allocation: Allocation, gpu: GpuName) -> int:
         """The highest memory limit that may be in force for the container on the GPU: 0 if it is suspended; during a suspension or a resume
-        at least what it had before."""
+        at least the memory that it had there before."""
         moved = self._agent_state.suspensions.get(allocation.id)
         if moved is not None and moved.away:
             return 0
@@ -197,9 +197,9 @@ class Bursts:
     async def make_room(self, allocation: Allocation) -> None:
         """Call it before a container starts. For a share, waits until the limits of other containers' bursts are lowered to their use.
 
-        Raises Refusal if the wait takes too long, or if the container's memory is not free after it. If the container runtime has not
-        answered the agent by then, only the free memory decides: the kubelet is starting a container with this runtime, so only the agent's
-        connection fails, perhaps forever.
+        Raises Refusal if the wait takes too long, or if the container's memory is not free after the wait. If the container runtime has not
+        answered the agent by then, only the free memory decides: the kubelet is using this runtime to start the container, so only the
+        agent's connection fails, perhaps forever.
         """
         gpus = tuple(allocation.gpus) if is_share(allocation) else ()
         key = object()
@@ -226,7 +226,8 @@ class Bursts:
         await self._news.wait()
 
     def _reach(self, allocation: Allocation, gpu: GpuName) -> Mapping[AllocationId, int]:
-        """Other container on the GPU -> the bytes of its limit beyond its use, and beyond the memory that is set aside for it."""
+        """Other container on the GPU -> by how many bytes its limit exceeds its use and the memory that is set aside for it, whichever is
+        larger."""
         reach = {}
         for other in self._agent_state.ledger.on(gpu):
             if other.id != allocation.id and is_share(other):

@@ -247,7 +247,8 @@ def parse_runtimes(status: cri.StatusResponse) -> Runtimes:
     config = decode_json(status.info.get("config", "{}"), _Config)
     names = [each.name for each in status.runtime_handlers if each.name]
     if config.containerd is None:
-        # CRI lists the default runtime a second time, under an empty name.
+        # CRI does not name the default runtime: it lists this runtime a second time, under an empty name. So the default is known only if
+        # there is no other runtime.
         return Runtimes(default=names[0] if len(names) == 1 else None, programs=dict.fromkeys(names, ""))
     programs = {name: _program(each) for name, each in (config.containerd.runtimes or {}).items()}
     return Runtimes(default=config.containerd.default or None, programs=programs)

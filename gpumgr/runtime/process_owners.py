@@ -22,7 +22,7 @@ from gpumgr.runtime.containers import Containers
 
 log = structlog.get_logger(__name__)
 
-#: When a process in no container is looked up again.
+#: How long after a lookup a process in no container is looked up again.
 RETRY_SECONDS: Final = 5.0
 
 
@@ -120,7 +120,7 @@ class ProcessOwners:
         try:
             container = await self._runtime.container_of(*process)
         except CriError:
-            return  # the runtime's outage is logged where it is noticed
+            return  # `Containers` has logged that the runtime is not available
         # A process that has ended since the driver listed it must not count as a process outside of containers.
         if container is not None or self._runtime.runs(process):
             self._answers[process] = (container, self.clock())

@@ -60,7 +60,7 @@ class SuspendMeter(Protocol):
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """`machine`: platform.machine(). `start_times`: pids -> start times of the running ones. `runs`: whether a process runs. These two and
-    `memory_left` read small files: call them on a thread. `move`: see the function. While the block of `sampling_soon` runs, the driver is
+    `memory_left` read small files: call them on a thread. `move`: see the function. Inside a `with sampling_soon():` block the driver is
     sampled at least once a second."""
 
     machine: str

@@ -121,7 +121,7 @@ class Suspensions:
 
     async def _adopt(self, shares: Mapping[AllocationId, GpuShare]) -> None:
         """Resumes containers that hold back calls but have no saved state, because the checkpoint was lost. Each counts as needing what it
-        was granted. A container with memory on the GPU does not wait for free memory."""
+        was granted. A container that has memory on the GPU already counts as resuming, so it does not wait for free memory."""
         for name, share in shares.items():
             if name in self._agent_state.suspensions or name in self._tasks or not self._pages.holds_calls(name):
                 continue

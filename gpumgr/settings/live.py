@@ -37,7 +37,7 @@ RELOADED: Final = "reloaded"
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True):
     """`settings`: the previous settings with the changed live keys. `applied`: the dotted live keys that differ. `needs_restart`: the other
-    dotted keys that differ. Both are in the order of the sections."""
+    dotted keys that differ. The keys are in the order of the sections."""
 
     settings: Settings
     applied: tuple[str, ...]

@@ -38,7 +38,7 @@ class SimApiServer:
     """Serves on loopback between `start` and `stop` (or as an async context manager).
 
     `delay_seconds` delays every answer and event. `routes` are served in addition. `on_delete` gets the UID of a pod that a client deleted
-    or evicted. `requests` records "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and the words of `Written`.
+    or evicted. `requests` records "list", "watch", "read", "delete", "evict", "pod" (a patch of a pod), and what `Written` lists.
     `forbidden`: rights, such as ("create", "pods/eviction"), that clients lack. `protected`: UIDs of pods with a PodDisruptionBudget that
     allows no eviction."""
 

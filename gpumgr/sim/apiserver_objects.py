@@ -1,7 +1,7 @@
 """The objects of the simulated API server: lists and watches of one kind, and what clients write (events, the node, access reviews).
 
-As in Kubernetes' API validation (the source), it refuses labels and annotations beyond their limits, and events outside the namespace of
-their object.
+Like Kubernetes' API validation, the server refuses labels and annotations that exceed the limits, and an event in another namespace than
+the object that it is about.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ class Written:
     """What clients write. Key of `events`: (namespace, name). `annotations`, `labels` and `conditions` (by type) belong to the node.
     `managers`: other field managers of the node.
 
-    Each request is appended to `requests` as "event", "recount", "annotate", "label", "condition", "node" (a read) or "review".
+    Each request is appended to `requests` as "event" (a new one), "recount" (a patch of an event), "annotate", "label", "condition", "node"
+    (a read) or "review".
     """
 
     def __init__(self, node_name: str, requests: list[str], forbidden: Collection[Right]) -> None:

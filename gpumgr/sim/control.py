@@ -1,7 +1,8 @@
 """Faults and scripted load of a simulated node, written to its control file while other processes read it.
 
 The file is a set of facts, one per line: a verb, its subject, its value. A fact holds until it is removed. nvml.c, the simulated NVML,
-reads the file again when it is replaced. A change replaces the file atomically, under a lock, so several processes may write.
+reads the file again when it is replaced. A change replaces the file atomically, under a lock, so several processes may write. Programs that
+use the simulated NVML are named callers here.
 
     generation N           number of times that the driver was unloaded; older NVML sessions are stale
     loaded 0|1             whether the driver is loaded         driver VERSION      its version, if not the node's own
@@ -17,8 +18,8 @@ reads the file again when it is replaced. A change replaces the file atomically,
                            (UUID `-`: a GPU instance without compute instance; MEMORY_SLICES: slice n is bit n, 0: not reported)
     event NUMBER GPU TYPE DATA GPU_INSTANCE     (delivered once to each event set that existed before; GPU_INSTANCE 4294967295: none)
 
-The library writes these facts when a program (a caller) changes the node through NVML. They end when the driver is unloaded; MIG devices
-end also at a reset of the GPU:
+The library writes these facts when a caller changes the node through NVML. They are removed when the driver is unloaded. The MIG devices
+among them are also removed by a reset of the GPU:
 
     computemode GPU MODE                memorylimit GPU CGROUP SOFT_BYTES HARD_BYTES
     migmode GPU 0|1                     migpending GPU 0|1 (from the next reset on)        `remade` with 2, and its `instance` facts

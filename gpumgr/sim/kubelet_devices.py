@@ -113,7 +113,7 @@ class DeviceManager:
         self.allocated = self._held_ids()
 
     def free_ended(self, active: Collection[str]) -> None:
-        """Removes pods that are not in `active` (UIDs). If there was one, rebuilds the allocated ids (point 3 of the module)."""
+        """Removes pods that are not in `active` (UIDs). If there was one, rebuilds the allocated ids (point 3 of the module's text)."""
         ended = self.held.keys() - set(active)
         if not ended:
             return
@@ -198,7 +198,8 @@ class DeviceManager:
             chosen.take(fallback)
 
     def _has_already(self, pod: SimPod, container: SimContainer, resource: str) -> bool:
-        """Also makes the kubelet's checks before any choice. Raises SimKubeletError."""
+        """Whether the container holds ids of the resource already. Makes the checks that a kubelet makes before it chooses ids. Raises
+        SimKubeletError if one of them fails."""
         holding = self.holding(pod.uid, container.name, resource)
         if not self._shape.checks_health_first:
             return holding is not None

@@ -318,7 +318,7 @@ class PodResourcesService:
         return b"".join([wire.field(1, self._encode_pod(pod)) for pod in self._listed()])
 
     def _get(self, request: bytes) -> bytes:
-        """Unlike List, it does not free the ids of ended pods, as in the kubelet."""
+        """As in the kubelet, Get does not free the ids of ended pods, and List does."""
         asked: dict[int, list[str]] = {1: [""], 2: [""]}
         wire.scan(request, 0, len(request), asked)
         name, namespace = asked[1][-1], asked[2][-1]

@@ -47,7 +47,7 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     checks_health_first: bool = True
     #: Answers to Allocate may name CDI devices (1.28 behind a gate, on since 1.29). Earlier versions drop the field.
     knows_cdi: bool = True
-    #: The number that is written for ids without a NUMA node: -1 since 1.23, 0 before.
+    #: The NUMA node under which the kubelet records ids that have none: -1 since 1.23, 0 before.
     no_node: int = -1
     #: The checkpoint has a container's ids by NUMA node (since 1.20), not as a list.
     checkpoint_by_node: bool = True

@@ -1,8 +1,8 @@
 """Authorization: what each client may read or change. Pure functions.
 
 Clients on this host may read everything; only the unix socket, which only root can open, accepts maintenance requests. Remote clients may
-read metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all others
-only the probes. A client's origin is the one of its socket. Headers never decide it.
+read metrics and probes. With a token file or client CA, remote clients with the token or a certificate may read everything, and all other
+remote clients only the probes. Whether a client is remote is decided by the address of its connection, never by headers.
 
 The `Host` header of loopback clients is checked against DNS rebinding: a web page in a browser on this host can make its own name resolve
 to 127.0.0.1, but then its requests have this name in `Host`.

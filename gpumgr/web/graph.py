@@ -22,7 +22,8 @@ def graph_text(view: AgentView) -> str:
 
 
 def graph_data(view: AgentView) -> dict[str, Any]:
-    """`tree`, `gpus`, and the versions of driver and CUDA. A leaf's own key `gpus` has its GPU's row, the position in the driver's list."""
+    """`tree`, `gpus`, and the versions of driver and CUDA. A leaf of the tree is one GPU: its own key `gpus` has one number, the GPU's
+    position (row) in the driver's list."""
     snapshot = view.inventory.snapshot
     return {
         "driver_version": snapshot.driver_version,

@@ -94,7 +94,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
 
 
 def gpu_rows(report: NodeReport) -> list[GpuRow]:
-    """A GPU that was removed from the node stays registered until it is forgotten."""
+    """A row for each registered GPU. A GPU that was removed from the node stays registered until an operator forgets it."""
     view, unschedulable = report.view, report.unschedulable()
     samples = report.sample.gpus if report.sample and report.nvml_up else {}
     rows = []

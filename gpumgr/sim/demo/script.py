@@ -192,7 +192,7 @@ class Script:
         )
 
     async def usage(self) -> str:
-        """Every container's memory on each of its GPUs, as the driver and the container runtime report it."""
+        """The reported memory of each container on each of its GPUs appears, changes, and never exceeds what was granted."""
         capacity = {gpu["name"]: gpu for gpu in await self._node.graph()}
         granted = {
             (pod.name, container.name, capacity[name]["uuid"]): _granted_blocks(container, capacity[name]) * BLOCK_BYTES

@@ -3,7 +3,7 @@
 Every label has a bounded set of values. Counters only grow, also when a resource is registered again.
 
 `Exposition` renders pages on a thread once a sample period, but only formats that were scraped recently. Rendering releases the GIL often,
-so that an Allocate call need not wait until it has ended.
+so that an Allocate call need not wait until the page is complete.
 """
 
 import asyncio
