@@ -73,7 +73,7 @@ class Journal:
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Iterable[Field]) -> bool:
-        """Returns whether the journal accepted the entry. It does not if it is absent or overloaded, or if the entry is longer than a
+        """Returns whether the journal accepted the entry. False if the journal is absent or overloaded, or if the entry is longer than a
         datagram (about 200 kB). Raises nothing."""
         try:
             self._sender.sendto(encode(fields), self._path)

@@ -131,8 +131,8 @@ class HardwareEvents:
     def _add_to_history(self) -> None:
         """Adds an entry when a GPU of the ledger's registry becomes lost or unhealthy, or is back.
 
-        MIG mode is a setting and gets no entry. gpumgr.agent.maintenance adds the entries of a cordoned GPU, which is back after it is
-        uncordoned.
+        MIG mode is a setting and gets no entry. gpumgr.agent.maintenance adds the entries about cordons. A GPU that recovers while it is
+        cordoned gets the entry "back" only after it is uncordoned.
         """
         agent_state = self._agent_state
         if self._reported is None:

@@ -3,8 +3,8 @@
 A MIG device is a compute instance in a GPU instance. A new MIG device gets a GPU instance of its own and fills it. A step that fails may
 leave a GPU instance without a compute instance. Such a GPU instance is destroyed when a new MIG device needs its memory slices.
 
-Source: NVML's reference, "Multi Instance GPU Management". In NVIDIA's DRA driver a GPU instance was "in use by another client" after its
-compute instance was destroyed, and NVML reported an occupied place as "insufficient resources".
+Source: NVML's reference, "Multi Instance GPU Management". Two observations are from NVIDIA's DRA driver: a GPU instance was "in use by
+another client" after its compute instance was destroyed, and NVML reported an occupied place as "insufficient resources".
 """
 
 import ctypes

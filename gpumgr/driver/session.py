@@ -167,7 +167,8 @@ class Session:
         async with self._session_lock:
             self._session_open.clear()
             try:
-                # No deadline: a busy machine, which wakes the threads late, must not prevent the other program's work.
+                # Unlike the end of the agent, this has no deadline, so the time limits are not short: a busy machine wakes the threads
+                # late, and that must not prevent the other program's work.
                 stop_seconds = max(_STOP_SECONDS, _WAIT_MILLISECONDS / 1000 + self._timeout_seconds)
                 await self._close_session(stop_seconds=stop_seconds, shutdown_seconds=self._timeout_seconds)
                 if self._opened:

@@ -1,7 +1,7 @@
 """Collects the limits of namespaces from ResourceQuotas and a ConfigMap. All limits apply together.
 
-The ConfigMap (scheduler.quota_configmap) has the key `gpu_quota` in the format of tkestack's gpu-admission, `quota.yaml` in gpumgr's
-(docs/scheduler.md), or both.
+The ConfigMap (scheduler.quota_configmap) has one or both of two keys: `gpu_quota`, in the format of tkestack's gpu-admission, and
+`quota.yaml`, in gpumgr's own format (docs/scheduler.md).
 """
 
 from collections import defaultdict
@@ -128,7 +128,8 @@ class QuotaSources:
         self._hard: defaultdict[str, dict[str, Limit]] = defaultdict(dict)
 
     def configmap_changed(self, _before: WatchedQuotas | None, after: WatchedQuotas | None) -> None:
-        """A ConfigMap that can't be used changes nothing; if none was in use, no pod can be placed."""
+        """If the new content can't be used, the earlier limits stay in force. If there was no usable ConfigMap before, no pod can be
+        placed."""
         if after is not None and after.problem is not None:
             used = "the earlier quotas"
             if self._configured is None:

@@ -29,8 +29,9 @@ class WaitingReasons:
         self._index, self._quotas, self._rows, self._policy = watches.index, watches.quotas, rows, policy
 
     async def kind(self, pod: WatchedPod, known: dict[tuple[PodRequest, Policy], Kind]) -> tuple[Kind | None, str]:
-        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". `known` keeps the results without quotas
-        for the next pods. Kind None: the pod is not examined, because `known` has MAX_REQUESTS already. Refresh the rows first."""
+        """Returns the kind of reason, and the obstacle that does not depend on the node, or "". `known` keeps the results of
+        `_without_quota` for the next pods. Kind None: the pod is not examined, because `known` is full (MAX_REQUESTS). Refresh the rows
+        first."""
         if pod.refusal is not None:
             return "refused", pod.refusal
         if self._quotas.problem is not None:

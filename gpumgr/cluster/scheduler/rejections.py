@@ -92,7 +92,7 @@ class Rejections:
         async for each in sliced(waiting):
             if self.pods.get(each.pod.uid) is not each:
                 continue
-            # GPUs are kept for a pod that preempts. They count as used, so that the search below would not find them for the pod itself.
+            # GPUs that are kept for a pod that preempts count as used, so the search below would not find them, even for this pod.
             if (kept := self._index.placement(each.pod.uid)) is not None and self._index.fits(kept):
                 each.retried(now, kept)
                 return each.pod

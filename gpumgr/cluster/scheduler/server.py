@@ -23,7 +23,7 @@ from gpumgr.web.credentials import certificate_names
 _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "/scheduler"
-#: Bytes in memory for other bodies besides one of the largest permitted size. Bindings are small, but many arrive at a time.
+#: Beside one request body of the largest permitted size, other bodies may take this much memory: many small bindings arrive at a time.
 _OTHER_BYTES: Final = 16 << 20
 _Args = TypeVar("_Args", FilterArgs, BindArgs, PreemptArgs)
 _Result = FilterResult | BindResult | PreemptResult | list[HostPriority]

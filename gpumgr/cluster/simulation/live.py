@@ -52,8 +52,8 @@ class LivePod(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class LiveCluster:
-    """At first each pod with a `home` is there, and the other pods are not placed. `nodes` must have the node of each home. `policy` and
-    `cpu_per_gpu_milli` are settings of the scheduler."""
+    """At first each pod with a `home` is at its home, and the other pods are not placed. `nodes` must have the node of each home. `policy`
+    and `cpu_per_gpu_milli` are settings of the scheduler."""
 
     def __init__(
         self, nodes: Iterable[LiveNode], pods: Iterable[LivePod], policy: Policy, *, cpu_per_gpu_milli: int = 8000

@@ -7,7 +7,7 @@ from typing import Any, Final
 from gpumgr.cluster.core.explain import memory_text
 
 Json = Mapping[str, Any]
-#: Amounts by the name of the resource: CPU in thousandths, everything else in whole units. A pod requests one of "pods".
+#: Amounts by the name of the resource: CPU in thousandths, everything else in whole units. Each pod requests 1 of the resource "pods".
 Resources = Mapping[str, int]
 _WHOLE: Final = re.compile("[+-]?[0-9]{1,18}")
 _SAID: Final = {

@@ -35,8 +35,8 @@ _Row = TypeVar("_Row", NodeSpec, "_PodRow")
 
 
 class _PodRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the file of pods. `cores`: of each GPU. `gpu_milli` is Alibaba's column for them. `deletion_time` and `scheduled_time`,
-    also Alibaba's, give the duration if `duration_seconds` is empty."""
+    """A row of the file of pods. `cores`: the cores that the pod requests of each GPU; Alibaba's trace has `gpu_milli` instead.
+    `deletion_time` and `scheduled_time`, also Alibaba's, give the duration if `duration_seconds` is empty."""
 
     name: str = ""
     priority: Amount = 0

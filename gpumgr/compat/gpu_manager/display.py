@@ -1,8 +1,8 @@
 """gpu-manager's gRPC service display.GPUDisplay, for programs that were written for it. gpumgr's HTTP pages with gpu-manager's paths (such
 as /usage) give the same answers.
 
-Source of the messages: proto/display/api.proto, in the JSON form of grpc-gateway v1. Fields that are zero or empty are left out; entries of
-maps and lists are kept even then.
+Source of the messages: proto/display/api.proto, in the JSON form of grpc-gateway v1. A field that is zero or empty is left out; an entry of
+a map or list is kept even if it is empty.
 """
 
 import errno

@@ -2,7 +2,7 @@
 
 The region is mounted twice: at the path in CUDA_DEVICE_MEMORY_SHARED_CACHE, and at the library's default path for processes without that
 variable. The container can't replace a mounted file. Each start writes a new file, since a container can't start with a region of another
-library version, or with the former container's processes.
+library version, or with a region that lists the former container's processes.
 """
 
 import asyncio

@@ -174,7 +174,7 @@ class RegionMonitor(Monitor):
             yield repairs.released()
 
     def _host_repairs(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
-        """Repairs of host pids. A slot that `wrong_hosts` leaves alone waits for at most CHECKS_WRONG_HOST checks."""
+        """Repairs of host pids. A slot that must be left alone for now (see `wrong_hosts`) is repaired after CHECKS_WRONG_HOST checks."""
         self._wrong_hosts = Counter({pid: self._wrong_hosts[pid] for pid in running.pids if pid in self._wrong_hosts})
         for host, later, repair in found:
             self._wrong_hosts[host] += 1

@@ -38,7 +38,7 @@ from gpumgr.settings.schema import ContainerSettings, VcudaSettings
 _MACHINE: Final = KERNEL_NAMES.get(platform.machine(), platform.machine())
 _DEFAULT_WHOLE_DIR: Final = ContainerSettings().driver_whole_dir
 _GRACE_SECONDS: Final = 600.0
-#: The version in a mount's source path, which begins at the root of the mounted file system.
+#: Finds the mirror's version (a folder's name) in the root of a mount, as mountinfo shows it.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
 #: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
 _PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
@@ -198,7 +198,7 @@ class DriverMirror:
 
 
 def is_supplied(whole_dir: Path) -> bool:
-    """Whether the operator fills the folder. The mirror makes a symbolic link, and gpu-manager fills the folder at the default path."""
+    """Whether the operator fills the folder. A symbolic link was made by the mirror, and a folder at the default path is gpu-manager's."""
     return whole_dir != _DEFAULT_WHOLE_DIR and whole_dir.is_dir() and not whole_dir.is_symlink()
 
 

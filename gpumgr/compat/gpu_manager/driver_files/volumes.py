@@ -168,7 +168,7 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
 
 class VolumePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `files` and `links` are paths in the volume. A link leads to a name in its own folder. `version` is a digest of `files`
-    and `links`, which takes path, inode, size and time of a driver's file, and the SHA-256 of an operator's file."""
+    and `links`: of each driver's file it includes path, inode, size and time, of each operator's file the SHA-256."""
 
     volume: str
     version: str

@@ -25,8 +25,8 @@ from gpumgr.ledger.answer import ContainerResponse
 from gpumgr.ledger.gpu_share import GpuShare, Strength
 from gpumgr.ledger.ledger import AllocationId
 
-#: The newest CUDA that the library supports. Since CUDA 11.3 libcudart finds functions with cuGetProcAddress, for which the library returns
-#: functions with 32-bit sizes (the API of CUDA 2).
+#: The newest CUDA that the library supports. Since CUDA 11.3 libcudart looks functions up with cuGetProcAddress, and the library answers
+#: with the functions of CUDA 2's API, which have 32-bit sizes.
 _NEWEST: Final = (11, 2)
 _DECLARED: Final = re.compile(
     rb"(?:^|\0)(?:CUDA_VERSION=|NVIDIA_REQUIRE_CUDA=[^\0]*?\bcuda>=?)(\d{1,3})(?:\.(\d{1,3}))?(?![0-9])", re.ASCII

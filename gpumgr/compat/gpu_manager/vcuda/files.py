@@ -4,7 +4,7 @@ Files are replaced, never written in place, because the library opens them by pa
 a container can lock a file that it can only read, and would block the agent.
 
 `vcuda.config` is `struct resource_data_t` of tkestack/vcuda-controller, packed and aligned(8), on x86-64 and arm64 with glibc (FILENAME_MAX
-4096). The library takes exactly 8,240 bytes from one read, at intervals.
+4096). The library reads the file again at intervals; one read must return exactly 8,240 bytes.
 
 `pids.config` is an array of the host's pids, int32, ascending, because the library searches it by bisection. The library reads at most
 1,024 and counts only their GPU memory. With an empty file it limits nothing.
