@@ -211,9 +211,9 @@ class MaintainedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MaintenanceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The response to a maintenance request; `at` in unix seconds. `empty`: no container and no process is on the GPU; False while the
-    container of one of its processes is not known. `changed`: the request changed the cordon. `not_evicted`: the containers that stay, with
-    the reasons. `said`: the output of nvidia-smi after a reset."""
+    """The response to a maintenance request; `at` in unix seconds. `empty`: no container and no process is on the GPU; False also
+    while it is not known to which container a process on the GPU belongs. `changed`: the request changed the cordon. `not_evicted`: the
+    containers that stay, with the reasons. `said`: the output of nvidia-smi after a reset."""
 
     action: str = ""
     at: float

@@ -276,7 +276,7 @@ def _shares(claim: AllocatedClaim) -> set[Share]:
 
 
 _T = TypeVar("_T")
-#: Takes the ledger with all earlier decisions; returns it with this one, history entries, and a result. Raises Refusal.
+#: Gets the ledger after all earlier decisions. Returns the ledger after this decision, history entries, and a result. Raises Refusal.
 Decision = Callable[[Ledger], tuple[Ledger, Sequence[HistoryEntry], _T]]
 
 

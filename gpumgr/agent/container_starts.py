@@ -208,7 +208,8 @@ class ContainerStarts:
     def _check_exemption(self, allocation: Allocation) -> None:
         """Raises Refusal unless the exemption applies to the pod: a later `List` call may have shown that the grant is another pod's."""
         exemption = allocation.exemption
-        if exemption is None or allocation.claim is not None:  # a claim's pods are certain, and the first may have ended
+        if exemption is None or allocation.claim is not None:
+            # A claim names its pods, so there is no doubt about them. The first pod, which the allocation names, may have ended.
             return
         view = find_pod(self.pods, allocation.pod, allocation.uid)
         if allocation.pod is None or ("/" in exemption and view is None):
@@ -303,8 +304,8 @@ def _refuse_gone_gpus(agent_state: AgentState, allocation: Allocation) -> None:
 
 
 def _refuse_second_profile(ledger: Ledger, allocation: Allocation) -> None:
-    """The kubelet calls Allocate once for each resource and keeps one value of each variable, so the container would see one profile
-    only."""
+    """The kubelet calls Allocate once for each resource (profile), and keeps only one value of each environment variable. So the container
+    would see the MIG devices of one profile only."""
     if allocation.container is None:
         return
     mine = ledger.of(allocation.pod, allocation.uid)
@@ -328,5 +329,6 @@ def _confirm_anonymous(ledger: Ledger, record: CallRecord, device_ids: Sequence[
 
 
 def _holders(ledger: Ledger, resource: Resource, masks: Masks) -> list[Allocation]:
-    """The allocations with exactly these ids; an init container's is before the one that took them over."""
+    """The allocations that hold exactly these ids. If a later container has taken over an init container's ids, the init container's
+    allocation is first."""
     return sorted((a for a in ledger.holders(resource, masks) if a.held(resource) == masks), key=lambda a: not a.init)

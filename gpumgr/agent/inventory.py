@@ -19,6 +19,7 @@ from gpumgr.placement.mig import without_places
 from gpumgr.placement.requests import Scaling
 from gpumgr.placement.select import Policy
 
+#: All memory slices, as bits.
 _EVERYWHERE: Final = -1
 _NOT_IN_MIG_MODE: Final = "its MIG mode is not on yet: hami.operating_mode mig turns it on once the GPU is idle"
 EMPTY = NodeSnapshot(gpus=(), topology=Topology((), ()))

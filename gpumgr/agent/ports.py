@@ -68,8 +68,8 @@ class Enforcement(Protocol):
     """The limits of tenants (containers that share a GPU), and their part of the response to Allocate."""
 
     def terms(self, pod: PodView | None, *, share: bool, setting: str | None = None) -> EnforcementTerms:
-        """How containers of this pod are limited. `pod` None: not certain. `setting`: the mechanism that the claim's DeviceClass
-        demands."""
+        """How containers of this pod are limited. `pod` None: it is not certain which pod it is. `setting`: the mechanism that the claim's
+        DeviceClass demands."""
         ...
 
     def answer(

@@ -149,8 +149,8 @@ class Reconciler:
         return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """At start, adds the allocations that only the kubelet has. `entries` are from the kubelet's checkpoint. If there are some, and
-        the ledger has them all with their pods, `List` is not called, so that GPUs are offered at once."""
+        """At start, adds the allocations that only the kubelet has. `entries` are from the kubelet's checkpoint. If there are entries, the
+        ledger has all of them, and each allocation's pod is known, `List` is not called, so that GPUs are offered at once."""
         entries = tuple(entries)
         async with self._agent_state.lock:
             ledger = self._agent_state.ledger
@@ -190,7 +190,8 @@ class Reconciler:
         return rebuilt
 
     async def migrate(self, plan: Callable[[Ledger, Mapping[int, GpuName]], Rebuilt]) -> Rebuilt:
-        """Takes over gpu-manager's records. `plan` gets the ledger and device minor -> GPU. The caller holds the agent state's lock."""
+        """Takes over gpu-manager's records. `plan` gets the ledger, and a map from minor numbers to GPUs. The caller holds the agent
+        state's lock."""
         gpus = self._agent_state.inventory.gpus(self._agent_state.ledger.gpu_registry)
         rebuilt = plan(self._agent_state.ledger, {gpu.minor: name for name, gpu in gpus.items() if gpu.minor is not None})
         await self._commit(rebuilt)

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 #: The kubelet allocates a container's memory within this time after its cores, or not at all.
 OPEN_SECONDS = 5.0
-#: How long a pod that must otherwise be refused waits for the kubelet to read a list, which takes milliseconds.
+#: How long a request that would be refused waits, so that the kubelet can read a new list. The kubelet needs milliseconds for that.
 PUBLISH_SECONDS = 0.1
 #: A list in which only memory blocks have changed is sent at least this long after the one before it. Blocks count as visible this long
 #: after they were sent.
@@ -48,8 +48,9 @@ class DeviceListPublisher:
         self._publish = publish
         self._clock = clock
         self._sent: NodeDevices = ()
-        #: GPU -> the blocks that were visible when a change of its ids was last sent, and when that was.
+        #: GPU -> the blocks that were visible when a change of the GPU's ids was last sent.
         self._seen_before: dict[GpuName, int] = {}
+        #: GPU -> when that change was sent.
         self._changed_at: dict[GpuName, float] = {}
         self._sent_at = float("-inf")
         self._held_back: NodeDevices | None = None

@@ -130,7 +130,8 @@ class Agent:
 
     async def _until_listed(self, decide: Callable[[], Awaitable[_T]]) -> _T:
         """Returns what `decide` returns under the lock, and tries again while it raises ListFailedError. Raises Refusal after
-        LIST_AGAIN_SECONDS, or once the kubelet makes another call, because then the kubelet has restarted."""
+        LIST_AGAIN_SECONDS, or once the kubelet makes another call. A kubelet admits one pod after another and waits for each answer, so
+        another call means that the kubelet has restarted."""
         loop, number, failure = asyncio.get_running_loop(), self.admission.call, None
         give_up_at = loop.time() + LIST_AGAIN_SECONDS
         while failure is None or loop.time() < give_up_at:

@@ -133,8 +133,8 @@ def converted(document: object, kind: type[T]) -> T:
 
 class NodeData(msgspec.Struct, frozen=True, kw_only=True):
     """`live`: the data is from the running agent, not from its checkpoint. `state` is the document of /api/state, `pod` of
-    /api/pods/NAMESPACE/POD (None: nothing is known). `entries` is the history of the requested pod, or without one of the node, oldest
-    first."""
+    /api/pods/NAMESPACE/POD (None: nothing is known). `entries` is the history of the requested pod, oldest first. If no pod was
+    requested, it is the node's history."""
 
     live: bool
     state: Document

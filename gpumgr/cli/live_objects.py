@@ -95,7 +95,7 @@ def _node(item: Json) -> tuple[WatchedNode, LiveNode]:
 
 
 def _live_pod(item: Json, pod: WatchedPod, node: LiveNode | None, budgets: Sequence[Budget]) -> LivePod:
-    """`node` is None if the pod has none, or it is unknown."""
+    """`node` None: the pod has no node, or its node is not known."""
     spec = item["spec"]
     rules = convert({key: spec.get(key) for key in _Rules.__annotations__}, _Rules)
     unchecked = tuple(_unchecked(spec))

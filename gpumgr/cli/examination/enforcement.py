@@ -34,7 +34,7 @@ class NodeBackends:
         return await asyncio.shield(self._asked)
 
     async def _ask(self) -> MechanismChoice:
-        # Not in the agent's folders, where the backend mps would store the protocol that it chooses: the check changes nothing.
+        # A check must change nothing. In the agent's folders, the backend mps would store the protocol that it chooses.
         with tempfile.TemporaryDirectory(prefix="gpumgr-doctor-") as scratch:
             trial = Path(scratch), self._gpus.nvml
             enforcement = NodeEnforcement(self._settings, self._hardware, NoPods(), None, trial)

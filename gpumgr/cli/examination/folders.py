@@ -129,6 +129,6 @@ def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult
 
 
 def _is_own(path: Path, mountinfo: str) -> bool:
-    """Whether it is in the container's own file system, or in an emptyDir of its pod."""
+    """Whether `path` is in the container's own file system, or in an emptyDir of the pod."""
     mount = mount_of(mountinfo, path)
     return mount is None or mount.point == Path("/") or _EMPTY_DIR in f"{mount.root}/"

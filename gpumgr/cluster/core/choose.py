@@ -27,7 +27,7 @@ class NodeChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class Misfit(msgspec.Struct, frozen=True, kw_only=True):
     """Why a node can't take the pod: `container` has no room on the offered GPUs that `constraints` allow. `container` None: the node has
-    no known GPU, or (`less`) it was not examined, because other unfit nodes have more free.
+    no known GPU, or the node was not examined, because nodes with more free do not fit either (then `less` is True).
 
     `closest`: (NVML's index of the GPU that lacks least for a share, what is free there). `distance`: how much the node lacks, comparable
     between misfits with equal `reason`. `none_allowed`: no GPU satisfies the constraints. `agent_chooses`: some GPUs do, but the scheduler

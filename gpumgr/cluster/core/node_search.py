@@ -26,11 +26,11 @@ from gpumgr.cluster.core.request import NOTHING, ContainerRequest, GpuType, PodR
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.requests import UNCONSTRAINED
 
-#: The most fitting profiles that a search compares: _MOST_CHOICES / (number of the pod's containers), or _FEWEST_PROFILES if that is more.
-#: For a rejection it examines as many profiles.
+#: The maximum number of fitting profiles that a search compares: _MOST_CHOICES / (number of the pod's containers), or _FEWEST_PROFILES if
+#: that is more. For a rejection the search examines as many profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
-#: The rank of a node without the CPU that the pod requests; kube-scheduler rarely offers one.
+#: The rank of a node without the CPU that the pod requests. kube-scheduler rarely offers such a node.
 _LAST: Final = 1 << 60
 #: (rank, node, room of a share there); room None: the GPUs must be chosen first.
 Found = tuple[Rank, str, Room | None]
@@ -45,7 +45,7 @@ class _Best:
         self.found: list[Found] = []
 
     def may_take(self, least: Rank) -> bool:
-        """`least`: a rank, or its first part. Whether a node with such a rank may be among the best."""
+        """Whether a node with the rank `least` may be among the best. `least` may also be the first part of a rank."""
         return self._worst is None or least <= self._worst
 
     def add(self, found: Iterable[Found]) -> None:
@@ -138,9 +138,10 @@ class NodeSearch:
         self._whole = one_policy and all(each.whole for each in containers)
         self._enough = max(_FEWEST_PROFILES, _MOST_CHOICES // max(1, len(containers)))
         self._has_replicas = any(each.replica is not None for each in containers)
-        #: A node needs so many idle GPUs, and for each (cores, memory blocks) of `_largest` one GPU with so much free.
+        #: How many idle GPUs a node needs.
         self._whole_gpus = max((each.gpus for each in containers if each.whole), default=0)
         shares = {(each.cores, each.memory_blocks) for each in containers if _is_share(each) and each.replica is None}
+        #: For each (cores, memory blocks) a node needs a GPU with so much free.
         self._largest = {max(shares), max(shares, key=itemgetter(1))} if shares else set()
         constraints = request.constraints
         #: Whether only some of the GPUs with room are allowed.
@@ -155,7 +156,7 @@ class NodeSearch:
         """The nodes that fit, the best first. With `most`, profiles are tried in the order of their nodes' names until `enough` of them
         fit. `enough` None: `most`, or the limit that `_MOST_CHOICES` sets, if that is more."""
         best = _Best(most)
-        if not self.request.constraints.use_uuids:  # else only nodes with these GPUs fit, and Question ranks them
+        if not self.request.constraints.use_uuids:  # otherwise only nodes with the named GPUs fit, and Question ranks these nodes
             apart = self._apart
             if self._share is not None:
                 self._in_rooms(self._share, offered & ~apart, best)
@@ -209,7 +210,7 @@ class NodeSearch:
         return found
 
     def _may_fit(self, profile: Profile) -> bool:
-        """A quick check that excludes most profiles without a choice of GPUs."""
+        """A quick check, which chooses no GPUs and excludes most profiles that do not fit."""
         least = NOTHING if self._has_replicas else self.request.in_total
         if (
             profile.idle_gpus < self._whole_gpus
@@ -315,7 +316,7 @@ class NodeSearch:
             found.append((self._ranking.exact(ranked, place.profile.cores, place.cpu_free), place.name, room))
             if left is not None and found[-1][0] == least:
                 left -= 1
-                if not left:  # the other nodes have no lower rank, and later names
+                if not left:  # the remaining nodes have the same rank or a higher one, and their names are later in the alphabet
                     break
         best.add(found)
 
@@ -390,7 +391,7 @@ def _key(room: Room) -> tuple[int, int]:
 
 
 def _tier(room: Room) -> tuple[int, int]:
-    """GPUs with equal tiers are equally good for a share in vcuda resources, so it takes the first one of a node."""
+    """GPUs with equal tiers are equally good for a share in vcuda resources, so the share gets the first of these GPUs on the node."""
     return room.cores_free, room.blocks_free
 
 

@@ -34,8 +34,8 @@ class Denial(NamedTuple):
 
 
 class Question:
-    """GPUs that the quota of `namespace` denies do not fit; None: no quota applies. `keep` False: no result is stored, so it displaces no
-    result for kube-scheduler's calls. The `names` of the methods are the nodes that kube-scheduler offers.
+    """GPUs that the quota of `namespace` denies do not fit; None: no quota applies. `keep` False: no result is stored, so that
+    stored results for kube-scheduler's calls are not displaced. The `names` of the methods are the nodes that kube-scheduler offers.
 
     A choice takes up to a millisecond for each profile (group of equal nodes). `examine` does this slow part in steps. After it the other
     methods take a few milliseconds.

@@ -15,7 +15,7 @@ from gpumgr.placement.pods import ContainerSpec
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind, ReplicaRequest, Scaling, chain_needs
 from gpumgr.placement.select import check_request
 
-#: A pod with more is refused, because the time of a placement grows with their number.
+#: A pod with more containers that request GPUs is refused, because the time of a placement grows with the number of containers.
 MAX_GPU_CONTAINERS: Final = 64
 
 #: (position of the GPU on its node, amounts), for each GPU of a container.

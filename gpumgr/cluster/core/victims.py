@@ -19,9 +19,9 @@ from gpumgr.cluster.core.node import NodeState, Used
 from gpumgr.cluster.core.request import PlacedPod, PodRequest
 from gpumgr.common.units import CORES_PER_GPU, Amounts
 
-#: With at most so many pods all sets are tried.
+#: If there are at most so many pods, all sets of them are tried.
 _MAX_EXACT: Final = 6
-#: At most so many searches, from the GPUs with the cheapest pods.
+#: The maximum number of searches. Each begins with another GPU; the GPUs with the cheapest pods are taken first.
 _MAX_FIRST: Final = 16
 #: The highest priority, the number, and the sum of priorities of the victims.
 Cost = tuple[int, int, int]
@@ -64,8 +64,8 @@ def find_eviction(
     ending: Set[str] = frozenset(),
     proposed: frozenset[str] = frozenset(),
 ) -> Eviction | None:
-    """The best victims among `pods` of this node, or None if no set helps. If the preemptor fits without an eviction, the victims are bound
-    `ending` pods of lower priority, if any.
+    """The best victims among `pods` of this node, or None if no set helps. If the preemptor fits without an eviction, the victims are those
+    `ending` pods that are bound and have a lower priority; there may be none.
 
     `unbound` pods are not bound yet, so they can't be evicted. If their priority is lower, what they hold counts as free: the preemptor may
     take what an earlier preemption freed for them. `ending` pods end anyway. `proposed`: kube-scheduler's victims, also without GPUs. The
@@ -110,7 +110,7 @@ def find_eviction(
 
 
 def fewest(pods: Sequence[Evictable], fits: Callable[[frozenset[str]], bool]) -> Collection[Evictable] | None:
-    """The best victims found: () if the preemptor fits without evictions, None if it does not fit even without all `pods`."""
+    """The best victims found: () if the preemptor fits without evictions, None if it does not fit even after the eviction of all `pods`."""
     if fits(frozenset()):
         return ()
     pool = next(

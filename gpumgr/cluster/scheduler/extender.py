@@ -121,7 +121,7 @@ class Extender:
         """
         if (problem := self.problem) is not None:
             return FilterResult(error=problem)
-        if not (pod.containers and names):  # it requests no GPU
+        if not (pod.containers and names):  # the pod requests no GPU, or no node is offered
             return FilterResult(node_names=list(names))
         if pod.refusal is not None:
             return FilterResult(node_names=[], failed_and_unresolvable_nodes={names[0]: pod.refusal})

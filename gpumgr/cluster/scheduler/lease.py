@@ -3,8 +3,8 @@
 Times are seconds of this process's own monotonic clock, so the clocks of the replicas need only run at about the same speed.
 
 Invariant: two replicas never lead at the same time. A leader leads for `lead_seconds` after it has *begun* a write that succeeded. Another
-replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer. This write fails if the Lease has
-changed since, because the version that was seen is a precondition.
+replica takes the Lease only after it has *seen* it without a change for `lease_seconds`, which is longer than `lead_seconds`. The write
+that takes the Lease has the version that this replica has seen as a precondition, so it fails if the Lease has changed since then.
 """
 
 from collections.abc import Mapping

@@ -161,7 +161,7 @@ class WatchedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 class WatchedPod(AskingPod, frozen=True, kw_only=True):
     """`containers`: the names of the containers that want GPUs, in the request's order. `places`: their index in spec.containers; None: an
-    init container. `every_container`: the names of all containers; empty without HAMi's resources. `policy` None: the setting counts.
+    init container. `every_container`: the names of all containers; empty without HAMi's resources. `policy` None: the setting applies.
     `refusal`: why no node can grant the request. `shares`: the GPUs that its annotations name. `problem`: why an annotation is not used.
     `nominated`: the node that kube-scheduler frees for it by preemption. `ending`: it is being deleted."""
 
@@ -233,7 +233,7 @@ def parse_node(item: Mapping[str, Any], labels: QuotaLabels = _LABELS, hami: Rep
     cpu = (status.get("allocatable") or {}).get("cpu")
     state = replace(state, model_label=model, pool=pool, cpu_milli=None if cpu is None else parse_milli(str(cpu)))
     if hami is not None and (listed := str((metadata.get("annotations") or {}).get(DEVICE_CORDON) or "")):
-        uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # a GPU without a known UUID has an empty one
+        uuids = {uuid.strip() for uuid in listed.split(",")} - {""}  # an empty text would match all GPUs without a known UUID
         state = replace(state, gpus=tuple(replace(gpu, cordoned=gpu.cordoned or gpu.uuid in uuids) for gpu in state.gpus))
     return WatchedNode(uid=uid, state=state, inventory=inventory, ready=ready, problem=problem)
 
@@ -368,7 +368,8 @@ def _named_shares(pod: WatchedPod, view: PodView, annotations: Mapping[str, obje
             if not _fits(container, named[-1]):
                 raise ValueError(f"annotation {PLACEMENT_ANNOTATION}: the amounts of container {name} differ from its request")
         return tuple(named)
-    # The agent writes gpu-manager's annotations, which lack the amounts of replicas, to every pod.
+    # The agent writes gpu-manager's annotations to every pod. They lack the amounts of replicas, so they are not used for pods with HAMi's
+    # resources.
     if annotations.get(PREDICATE_NODE) != pod.node or any(each.replica for each in pod.request.containers):
         return None
     found: list[NamedShares] = []
