@@ -1,7 +1,7 @@
 """The common base of the limiter and hami-core, where each process of a container preloads a library.
 
-The container mounts the installed library, /etc/ld.so.preload, which preloads it, and the files of its allocation's folder. The agent
-checks these files.
+The container mounts three things: the installed library, a file /etc/ld.so.preload that names the library, and the files of the
+allocation's folder. The agent checks the files of this folder.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _INSTALLING: Final = threading.Lock()
 class Monitor:
     """Checks the files of one start of a container. Any thread may call the methods.
 
-    `files`, `file`: what messages call these files, and what they call new ones. `obstacle`: why the limits that were last checked or
-    restored are not in force; None: they are.
+    `files`, `file`: in messages, the names of these files and of the files that replace them at the next start. `obstacle`: why the limits
+    that were last checked or restored are not in force; None: they are.
     """
 
     def __init__(self, files: str, file: str) -> None:
@@ -60,7 +60,7 @@ class Monitor:
         return new
 
     def _broken(self, tenant: GpuShare, reason: str) -> Iterator[Finding]:
-        """The finding, once, that the files can't be used."""
+        """Reports once that the files can't be used."""
         if self._is_first("broken"):
             files, file = self._names
             message = (
@@ -120,8 +120,8 @@ class PreloadedBackend(Backend, Generic[_M]):
             monitor.close()
 
     def _library_mounts(self, checked: CheckedLibrary) -> tuple[Mount, Mount]:
-        """The mounts of the library, which is installed here already. If the agent is updated before the container starts, the new agent
-        installs only its own version, and the runtime would make a folder at the path of a missing file."""
+        """Installs the library and returns its mounts. At the container's start it may be too late: if the agent was updated before, the
+        new agent installs only its own version, and the runtime would make a folder at the path of a missing file."""
         with suppress(LibraryError, OSError):  # the container's start reports the error
             self._install(checked)
         library = installed_path(self._library_dir, checked.sha256, self._path_in_container.name)

@@ -1,8 +1,8 @@
 """The annotations that describe the allocations of a pod's containers. Pure.
 
 A pod gets gpumgr's keys and gpu-manager's, so that gpu-admission and similar tools continue to work. gpu-manager's keys (source: its
-contract with gpu-admission) are the node, the time, a mark that the pod has its GPUs, and for each index in spec.containers the minors of
-its GPUs.
+contract with gpu-admission) are the node, the time, a mark that the pod has its GPUs, and for each container, named by its index in
+spec.containers, the minors of its GPUs.
 """
 
 import json

@@ -223,7 +223,7 @@ class Reflector(Generic[T]):
             if not page.metadata.following:
                 break
             query = {**self._watched.query, "limit": _PAGE, "continue": page.metadata.following}
-        if "" in uids:  # an object without a UID may be any missing one
+        if "" in uids:  # an object without a UID may be any object that seems to be missing
             found = {**self._objects, **found}
         self._reader.listed(uids)
         gone: dict[str, T | None] = dict.fromkeys(self._objects.keys() - found.keys())

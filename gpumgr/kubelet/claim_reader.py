@@ -61,8 +61,8 @@ class ClaimReader:
         return allocated_claim(claim, self._pool, found)
 
     async def needs_claims(self, pod: PodKey, uid: str, *, deadline: float) -> bool:
-        """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. The agent may list pods, but not
-        get them."""
+        """Whether the pod with this UID exists, has not ended and is not being deleted. Raises Refusal. The
+        request is a list, because the agent has the right to list pods, but not to get one."""
         query = {"fieldSelector": f"metadata.name={pod[1]}"}
         answer = await self._find(f"/api/v1/namespaces/{pod[0]}/pods", query, f"pod {pod[0]}/{pod[1]}", deadline)
         try:

@@ -91,7 +91,7 @@ _log = structlog.get_logger(__name__)
 
 #: The kubelet ends a call after 45 s without a reason in the pod's events, so the agent ends it earlier.
 WAIT_SECONDS: Final = 40.0
-#: A call may take this much longer until the limits are in place.
+#: How much longer than WAIT_SECONDS a call may take, so that the limits of a granted claim can still be put in place.
 START_SECONDS: Final = 3.0
 
 _Decision = Callable[[ClaimRef], Awaitable[bytes]]

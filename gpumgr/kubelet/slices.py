@@ -182,7 +182,7 @@ def offered(devices: Sequence[SliceDevice], loss: Dropped | None) -> tuple[Slice
 
 
 def _device(device: SliceDevice) -> Json:
-    # The API server refuses a value that is no multiple of the step.
+    # In whole blocks, because the API server refuses a value that is no multiple of the step.
     memory = f"{device.gpu.memory_blocks * BLOCK_MEBIBYTES}Mi"
     amounts = {"cores": (str(CORES_PER_GPU), "1")}
     if device.gpu.memory_bytes is not None:
@@ -192,7 +192,7 @@ def _device(device: SliceDevice) -> Json:
         "attributes": dict(_attributes(device)),
         "capacity": {name: {"value": whole} for name, (whole, _) in amounts.items()},
     }
-    if device.shared:  # the default is the whole capacity, for a claim that names none
+    if device.shared:  # a claim that requests no amount gets the default, the whole capacity
         content["allowMultipleAllocations"] = True
         for name, (whole, step) in amounts.items():
             valid = {"min": step, "max": whole, "step": step}

@@ -2,7 +2,7 @@
 after another.
 
 PodResources `List`, called during GetPreferredAllocation, already has the pod that is being admitted. A listed pod can be the caller if
-its first container that lacks ids has none of the call's resource, and requests as many as the call.
+its first container that lacks ids has no ids of the call's resource, and requests exactly as many as the call does.
 """
 
 from collections.abc import Callable, Mapping

@@ -140,7 +140,8 @@ def _refuse_parts_of_gpus(
                 "conflict",
                 f"whole GPUs were asked for, but the kubelet's ids hold only {masks[gpu].bit_count()} cores of {node.label(gpu)}",
             )
-        # The pod's containers pass core and memory ids on. But a sidecar or app container with replicas runs beside this one.
+        # The pod's own init containers and its allocations with core or memory ids do not count: the former have ended, and these ids are
+        # passed on within the pod. A sidecar or app container with replicas counts, because it runs beside this one.
         others = [a for a in ledger.on(gpu) if a is not own and not (a.of_pod(caller.pod, caller.uid) and (a.init or a.by_ids))]
         if others:
             raise Refusal("conflict", f"{node.label(gpu)} is not entirely free: {others[0].describe()} has a part of it")

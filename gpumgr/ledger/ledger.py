@@ -2,7 +2,7 @@
 
 The ledger counts amounts per GPU. A container with `tencent.com` resources holds device ids from the kubelet, each for a fixed amount. A
 container with `nvidia.com/gpu` holds replicas, which are ids without a fixed amount. An allocation of a ResourceClaim (DRA) has no ids.
-These two count with the amounts that the allocation records.
+Replicas and claims count with the amounts that the allocation records.
 
 Invariants (checked by `Ledger.violations`):
 1. Two pods never hold the same device id. Within one pod only containers that follow an init container may hold its ids again.
@@ -282,7 +282,7 @@ class Ledger(msgspec.Struct, frozen=True, dict=True):
         return left
 
     def exceeded(self, gpu: GpuName, burst_mebibytes: int = 0) -> bool:
-        """Whether more is in use than the GPU has, if `burst_mebibytes` are added."""
+        """Whether `used` and `burst_mebibytes` together are more than the GPU has."""
         return self.excess(gpu, self.used(gpu) + Amounts(0, burst_mebibytes)) != Amounts()
 
     def excess(self, gpu: GpuName, amounts: Amounts) -> Amounts:

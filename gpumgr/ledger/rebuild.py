@@ -192,7 +192,7 @@ def _with_listed(
     siblings = {holding.uid: holding.pod for holding in holdings.values() if holding.uid is not None and holding.pod is not None}
     for key, holding in holdings.items():
         if holding.pod is None:
-            # An init container's: `List` shows all other containers (except those of pods that just ended).
+            # This is an init container's holding, because `List` shows all other containers (except those of pods that just ended).
             holdings[key] = replace(holding, pod=siblings.get(holding.uid or ""), init=True)
     return holdings
 

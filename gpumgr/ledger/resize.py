@@ -42,8 +42,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """What the resize waits for: growth, until the memory limit of `holder` is lower; a decrease, until the container runtime has listed
-    its containers."""
+    """The resize can't be decided yet. Growth waits until the memory limit of `holder` is lower, a decrease until the container runtime
+    has listed its containers."""
 
     gpu: GpuName
     holder: Allocation

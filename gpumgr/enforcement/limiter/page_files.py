@@ -110,8 +110,8 @@ class PageFiles:
         return pages.decode_slots(data, len(self.written))
 
     def free(self, slot: Slot) -> None:
-        """Frees the slot (record) of an ended process. The library subtracts the process's memory when a reservation would otherwise
-        fail."""
+        """Frees the slot (record) of an ended process. The process's memory stays counted until a reservation would fail; then the
+        library subtracts it."""
         at = pages.slot_offset(slot.index)
         now = pages.decode_slots(self.use.read_at(at, pages.slot_offset(1) - pages.slot_offset(0)), 0)
         if [(each.pid, each.stack) for each in now] != [(slot.pid, slot.stack)]:  # the slot was taken anew

@@ -204,7 +204,7 @@ class Mps(Backend):
     # -- all containers -------------------------------------------------------------------------------------------------------
 
     async def recover(self, tenants: Sequence[GpuShare]) -> None:  # noqa: ARG002
-        """Adopts an earlier agent's daemons, and restarts ended ones. The shares are on record."""
+        """Adopts an earlier agent's daemons, and restarts ended ones. Does not need `tenants`, because their shares are on record."""
         if self._supervisor is not None:
             await self._supervisor.tick()
 

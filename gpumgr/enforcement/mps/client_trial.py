@@ -14,7 +14,7 @@ from gpumgr.enforcement.mps import commands, launcher, processes
 from gpumgr.enforcement.mps.control import ControlProgram, DaemonConfig
 from gpumgr.enforcement.mps.folders import GpuFolder
 
-#: Between two trials, and after a trial that hung.
+#: The shortest time from one trial to the next: after a client has left, and while new clients hang.
 _PAUSE_SECONDS: Final = 15.0
 _HANG_PAUSE_SECONDS: Final = 60.0
 

@@ -59,7 +59,7 @@ class ControlProgram:
 
     async def features(self) -> ControlFeatures:
         """Raises MpsError if the program does not work or is another one, MpsTransientError if a later call may succeed."""
-        # The pipe folder has no daemon, since an old program would connect to one.
+        # No daemon uses this pipe folder. In another folder an old program would connect to the daemon.
         nowhere = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpumgr"}
         status, plain = await self.communicate([str(self.program), "-h"], nowhere, "")
         if status < 0 or status in _NOT_RUN:
@@ -176,7 +176,8 @@ def _run(
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(text.encode())
-            # Not reaped yet, so no other process has its id while the timer may kill. Popen's wait with a time limit would poll.
+            # WNOWAIT does not reap the process, so no other process can get its id while the timer may kill it. Popen's wait with a time
+            # limit would poll.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             timer.cancel()
             timer.join()
@@ -195,7 +196,7 @@ def shown(output: str) -> str:
 
 
 _COMES_WITH: Final = "it comes with the driver (package nvidia-compute-utils); set mps.control_program"
-#: A script for the host, with the program's name. It prints facts: name, value.
+#: A script for the host; $0 is the control program's name. Each line of the output is a fact: its name and its value.
 _PROBE: Final = """
 test -d /run/systemd/system && echo systemd-run "$(command -v systemd-run)"
 echo program "$(command -v "$0")"

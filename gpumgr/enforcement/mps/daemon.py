@@ -84,7 +84,7 @@ class Daemon:
 
     async def admit(self, allocation: AllocationId, share: Share) -> None:
         """Makes the daemon run and enforce the container's limits. Raises MpsError, OSError."""
-        self.idle_since, self.unused = None, self.unused - {allocation}  # a claim gets the same id again
+        self.idle_since, self.unused = None, self.unused - {allocation}  # a claim that is prepared again has the same id
         await self._move_home(allocation)
         await self._replace_if_blocked(allocation)
         self.records.begin(self.uuid, self.folder.root)

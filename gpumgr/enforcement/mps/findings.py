@@ -17,7 +17,8 @@ from gpumgr.ledger.ledger import AllocationId
 
 #: A client that has just started is not listed yet, so a process without MPS is reported after this many further checks.
 _CHECKS: Final = 2
-#: The driver does not list a process that waits for MPS. So the users of a container's first processes are read, at most this many.
+#: The driver does not list a process that waits for MPS. So the user ids of a container's first processes are read, whether or not they use
+#: the GPU. This is the number of processes.
 _USERS_OF: Final = 16
 
 
@@ -45,7 +46,7 @@ def processes_outside(running: RunningContainer, view: View) -> frozenset[int]:
 
 
 def unserved(running: RunningContainer, view: View) -> bool:
-    """Whether the container's processes may wait because the server serves another user. If one of them is a client, none waits."""
+    """Whether the container's processes may wait because the server serves another user. They do not wait if one of them is a client."""
     return not view.multiuser and view.server_user is not None and not any(pid in view.clients for pid in running.pids)
 
 

@@ -70,7 +70,7 @@ class GpuFolder:
                 folder.chmod(0o1777 if folder == self.shm else 0o755)  # independent of the umask
 
     def clear_pipe(self) -> None:
-        """Removes an ended daemon's files, but no folder, which a container may have mounted. Raises OSError."""
+        """Removes an ended daemon's files. Keeps its folders, because containers may have mounted them. Raises OSError."""
         for folder, below, names in os.walk(self.pipe):
             links = [name for name in below if os.path.islink(os.path.join(folder, name))]
             for name in (*names, *links):

@@ -48,7 +48,7 @@ class Bounds(msgspec.Struct):
         if bound == self._bound and not anew:
             return
         await daemon.run(*commands.set_bound(None, bound.cores, bound.memory_bytes))
-        # Servers are listed only now: one that has just started has the new values already.
+        # The servers are listed after the defaults are set, because a server that starts later begins with these defaults.
         named = commands.parse_servers(2, await daemon.run(commands.list_servers(2)))
         servers = [pid for pid in named.values() if pid is not None]
         for pid in servers:

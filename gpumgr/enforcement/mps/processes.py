@@ -1,7 +1,7 @@
 """Finds a daemon and its servers in /proc, by the daemon's pipe folder in their environment.
 
 Drivers 470 and 535 write no pid file. Then the daemon is the process that listens at the control socket (SO_PEERCRED, unix(7)). Servers of
-protocol 3 have a folder below the daemon's.
+protocol 3 have a pipe folder of their own, below the daemon's.
 """
 
 import asyncio

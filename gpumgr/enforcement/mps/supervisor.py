@@ -70,7 +70,7 @@ class Supervisor:
             await asyncio.wait(self._tasks.values(), timeout=_TICK_SECONDS)
 
     def _begin(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
-        """`tasks`: `_trials` for work without the daemon's lock."""
+        """`tasks`: `_tasks` if the work needs the daemon's lock, else `_trials`."""
         tasks[daemon.uuid] = asyncio.create_task(self._run(tasks, daemon, work), name=f"mps {daemon.uuid}")
 
     async def _run(self, tasks: dict[str, asyncio.Task[None]], daemon: Daemon, work: Callable[[Daemon], Awaitable[None]]) -> None:
