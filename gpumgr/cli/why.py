@@ -137,6 +137,7 @@ CALLS: Final[dict[Call, str]] = {
     "prefer": "GetPreferredAllocation",
     "allocate": "Allocate",
     "pre_start": "PreStartContainer",
+    "prepare": "NodePrepareResources",
 }
 _KINDS: Final = {"init": " (init container)", "sidecar": " (sidecar)"}
 
@@ -197,7 +198,8 @@ def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
 
 
 def _title(entry: HistoryEntry, sizes: Mapping[Resource, int]) -> str:
-    """The name of the call is left out for a grant, which is always made in Allocate."""
+    """The name of the call is left out for a grant, which is always made in Allocate, or for a claim in
+    NodePrepareResources."""
     if entry.what == "gpu":
         return f"gpu {entry.code}" if entry.code else "gpu"
     if entry.what == "event":

@@ -1,6 +1,6 @@
 """The description of a pod, from fixed documents, and the accepted names of pods."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from click import BadParameter
@@ -8,7 +8,8 @@ from click import BadParameter
 from gpumgr.agent.api import NodeState, PodDetails
 from gpumgr.cli.agent_client import decoded, gpus_of
 from gpumgr.cli.options import PodName
-from gpumgr.cli.why import pod_text
+from gpumgr.cli.why import CALLS, pod_text
+from gpumgr.ledger.history import Call
 from tests.unit.cli.node_story import AT, GIB, NAMES, candidate, container, entries, entry, gpu, state, story
 
 GRANTED = """\
@@ -152,6 +153,12 @@ def test_other_decisions_are_shown_one_by_one(second: dict[str, Any], titles: li
     both = entry(1, "granted", id="a", kind="core", size=30, **main), entry(2, second.pop("what"), size=1, **main, **second)
     lines = told(of("p", *both)).splitlines()
     assert [line.partition("Z  ")[2] for line in lines if line.startswith("  2026")] == titles
+
+
+@pytest.mark.parametrize("call", get_args(Call))
+def test_a_refusal_names_the_kubelets_call(call: Call) -> None:
+    refused = entry(1, "refused", id="a", call=call, code="conflict", why="two limits")
+    assert f"refused in {CALLS[call]}\n    refused as conflict: two limits\n" in told(of("p", refused))
 
 
 def test_the_reason_of_a_placement_is_shown_once_for_all_gpus_also_without_its_decision() -> None:
