@@ -165,15 +165,17 @@ def change(cluster: Cluster, name: str, labels: Json, spec: Json) -> None:
 @pytest.fixture
 def nodes(pods: Scheduled, cluster: Cluster) -> Iterator[Scheduled]:
     """They differ by labels, and one has a taint."""
-    for rank, (name, zone) in enumerate(ZONES.items()):
-        change(cluster, name, {"zone": zone, "rank": str(rank)}, {"taints": [TAINT] if rank == 1 else []})
-    # kube-scheduler watches nodes and pods apart, so it may see a pod before the nodes of before.
-    pods.create("probe", (0, 0), nodeSelector={"rank": str(len(ZONES) - 1)})
-    wait_until("kube-scheduler knows the labels", lambda: pods.node_of("probe") is not None)
-    pods.end("probe")
-    yield pods
-    for name in NODES:
-        change(cluster, name, {}, {"taints": [], "unschedulable": False})
+    try:
+        for rank, (name, zone) in enumerate(ZONES.items()):
+            change(cluster, name, {"zone": zone, "rank": str(rank)}, {"taints": [TAINT] if rank == 1 else []})
+        # kube-scheduler watches nodes and pods apart, so it may see a pod before an earlier change of a node.
+        pods.create("probe", (0, 0), nodeSelector={"rank": str(len(ZONES) - 1)})
+        wait_until("kube-scheduler knows the labels", lambda: pods.node_of("probe") is not None)
+        pods.end("probe")
+        yield pods
+    finally:
+        for name in NODES:
+            change(cluster, name, {}, {"taints": [], "unschedulable": False})
 
 
 def cordon(pods: Scheduled, cluster: Cluster, name: str) -> None:
