@@ -28,7 +28,7 @@ GATHER_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 10.0
 #: How many of the newest entries are searched for a repetition.
 REPEATS_WITHIN: Final = 50
-#: How many numbers are skipped at each start, because clients may have received entries with these numbers that were never saved.
+#: How many numbers are skipped at each start: clients may have received entries with these numbers, which were never saved.
 SKIPPED_NUMBERS: Final = HISTORY_ENTRIES
 
 

@@ -4,7 +4,7 @@ Invariants:
 * Calls about one GPU run one after the other, and so do calls about the driver as a whole. None runs on the event loop.
 * A call's time limit begins with the call. A call that hangs can't be cancelled: it keeps its thread, and its caller continues.
 * While a call about a GPU hangs, later calls about it fail at once, so a GPU that hangs keeps only one thread.
-* One thread makes all calls while they return at once: a thread per GPU takes 0.4 % of a CPU more (16 GPUs, sampled every second). Another
+* One thread makes all calls while each returns quickly: a thread per GPU takes 0.4 % of a CPU more (16 GPUs, sampled every second). Another
   thread starts when a call has to wait for the call about another GPU.
 """
 

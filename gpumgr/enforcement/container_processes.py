@@ -68,7 +68,8 @@ class Identities:
         return None if inside is None else Identity(namespace, inside)
 
     def executed(self, host_pid: int | None, stack: int) -> bool:
-        """Whether the process (None: there is none) has executed another program since its first stack was at `stack` (0: not known)."""
+        """Whether the process has executed another program: its first stack is no longer at the address `stack`. False without a process
+        (`host_pid` None), or if one of the addresses is not known (`stack` 0: not known)."""
         now = first_stack(host_pid, self._proc_root) if host_pid is not None and stack else None
         return now is not None and now != stack
 
@@ -82,7 +83,8 @@ class Identities:
 
 
 def mounted_names(names: Collection[str], proc_root: Path = PROC) -> frozenset[str]:
-    """The names that occur in the mount table of any process: in the path of a mounted file or folder, or in the name of its file system.
+    """The names that occur in the mount table of any process: in the line of a mounted file or folder, as a part of its path or of
+    the mount's source. The source of an allocation's tmpfs contains the allocation's id.
 
     A mount of a whole file system does not count: the agent makes it, not a container. Blocks for some milliseconds. Raises OSError if a
     process is hidden from the agent, since it may have any of the folders mounted.

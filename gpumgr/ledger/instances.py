@@ -125,8 +125,8 @@ def obstacle_to_devices(
 def mig_devices(
     node: NodeView, ledger: Ledger, caller: Caller, follow: Sequence[ReplicaRequest], masks: Masks
 ) -> tuple[MigDevice, ...]:
-    """Chooses a MIG device for each replica: an init container's that serves all of `follow`, else a new one at the first free place. If
-    the scheduler named a place, only a MIG device at that place is chosen. Raises Refusal."""
+    """Chooses a MIG device for each replica: one that an init container leaves and that serves all of `follow`, else a new one at the
+    first free place. If the scheduler named a place, only a MIG device at that place is chosen. Raises Refusal."""
     placed = dict(caller.view.placed).get(caller.container or "", ()) if caller.view else ()
     devices: list[MigDevice] = []
     for gpu, mask in masks.items():
@@ -155,7 +155,7 @@ def mig_devices(
 def _left(
     ledger: Ledger, caller: Caller, gpu: GpuName, mask: int, profiles: Sequence[MigProfile], follow: Sequence[ReplicaRequest]
 ) -> list[MigDevice]:
-    """The MIG devices that init containers leave with the replicas in `mask`, and that serve all of `follow`."""
+    """The MIG devices on this GPU of the pod's init containers that hold a replica in `mask`, if they serve all of `follow`."""
     inits = [a for a in ledger.of(caller.pod, caller.uid) if a.init]
     devices = [each for a in inits if a.held("replica").get(gpu, 0) & mask for each in a.mig_devices if each.gpu == gpu]
     return [each for each in devices if serves(profiles, amounts_of(place_of(each, profiles), profiles), *follow)]

@@ -31,7 +31,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     listed: bool = True
 
     def beyond(self, allocation: Allocation, gpu: GpuName) -> int:
-        """The MiB that the container uses above what is guaranteed, as a burst does."""
+        """The MiB that the container uses above what is guaranteed to it: in a burst, or memory that suspended containers lend."""
         used_bytes = self.used_bytes.get((allocation.id, gpu)) or 0
         return max(0, -(-used_bytes >> 20) - allocation.guaranteed_on(gpu).memory_mebibytes)
 

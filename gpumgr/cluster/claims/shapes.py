@@ -15,7 +15,7 @@ from gpumgr.common.units import BLOCK_MEBIBYTES, CORES_PER_GPU, DRA_DRIVER
 from gpumgr.placement.select import check_request
 
 DEVICE_CLASS: Final = DRA_DRIVER
-#: The annotation of a claim with the name of its template.
+#: The annotation of a claim that contains its template's name.
 TEMPLATE_ANNOTATION: Final = "gpumgr.io/claim-template"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "gpumgr")
 PREFIX: Final = "vcuda-"

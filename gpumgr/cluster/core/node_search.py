@@ -27,7 +27,7 @@ from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.placement.requests import UNCONSTRAINED
 
 #: The maximum number of fitting profiles that a search compares: _MOST_CHOICES / (number of the pod's containers), or _FEWEST_PROFILES if
-#: that is more. For a rejection the search examines as many profiles.
+#: that is more. To explain a rejection, the search examines the same number of profiles.
 _MOST_CHOICES: Final = 1024
 _FEWEST_PROFILES: Final = 32
 #: The rank of a node without the CPU that the pod requests. kube-scheduler rarely offers such a node.
@@ -247,7 +247,8 @@ class NodeSearch:
 
     @property
     def _apart(self) -> int:
-        """Nodes where more than one GPU decides whether a share fits: those with MIG devices, and those where the agent chooses."""
+        """Nodes where one GPU alone does not decide whether a share fits: those with MIG devices and, if only some GPUs are allowed, those
+        where the agent chooses the GPU."""
         return self._profiles.with_mig | (self._profiles.unnamed if self._restricted else 0)
 
     def _nearest(self, offered: int) -> tuple[list[Profile], list[Profile]]:
@@ -270,7 +271,8 @@ class NodeSearch:
             self._add(nodes, None, least, ranked, best)
 
     def _with_least(self, ranked: Ranked, nodes: int) -> list[tuple[Rank, int]]:
-        """Splits nodes with the same `ranked` into sets with the lowest rank that a node of the set can have."""
+        """Splits nodes with the same `ranked` by whether they are short of CPU. Returns each part that has nodes, after the lowest rank
+        that one of its nodes can have."""
         short = nodes & self._profiles.short_of_cpu
         parts = ((False, nodes & ~short), (True, short))
         return [(self._ranking.least(ranked, short_of_cpu=is_short), part) for is_short, part in parts if part]
@@ -365,7 +367,8 @@ class NodeSearch:
         for room in self._profiles.rooms_of(nodes):
             if (here := room.nodes & nodes) and self._is_allowed(room.gpu):
                 allowed |= here
-                if room.offered and share.replica is None:  # with replicas every node lacks the same: one GPU
+                # With replicas no node is nearer than another: each lacks one GPU with room.
+                if room.offered and share.replica is None:
                     full = self.request.constraints.unused and room.used != NOTHING
                     lack = lack_of(0 if full else room.cores_free, 0 if full else room.blocks_free, share)
                     if lack <= least:

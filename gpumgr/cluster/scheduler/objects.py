@@ -295,7 +295,7 @@ def parse_watched_pod(item: Mapping[str, Any], hami: ReplicaResources | None = N
         return base
     decoded, refusal = convert(spec, PodSpec), view.unreadable
     if hami is not None and (bare := _without_count(decoded, hami)):
-        refusal = f"container {bare[0]} requests an amount of each GPU, and no GPU; add the limit {hami.count_resource}: 1"
+        refusal = f"container {bare[0]} requests cores or memory of each GPU, but no GPU; add the limit {hami.count_resource}: 1"
         base = replace(base, containers=tuple(bare), refusal=refusal)
     if not wanted:
         return base
@@ -347,8 +347,8 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """Keeps the MAX_GPU_CONTAINERS + 1 largest containers: a pod with too many still holds all GPUs of its node (see `used_on`), and does
-    not block the event loop."""
+    """Keeps at most the MAX_GPU_CONTAINERS + 1 largest containers, so that the pod does not block the event loop. By the one above the
+    maximum, `used_on` sees that the pod has too many; it then counts the pod on all GPUs of its node."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))

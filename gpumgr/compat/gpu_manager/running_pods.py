@@ -122,7 +122,7 @@ class TakeOver:
     def _left(self, records: Iterable[AnonymousRecord]) -> Holders:
         """The containers with GPUs from gpu-manager that are neither in the ledger nor in `records`.
 
-        A record counts only if the driver lists none of its GPUs: those GPUs are not offered anyway.
+        A record leaves its container out only if the driver lists none of the record's GPUs: those GPUs are not offered anyway.
         """
         shown = {gpu.minor for gpu in self._agent_state.inventory.snapshot.gpus}
         found = {(r.uid, r.container) for r in records if r.minors and None not in shown and shown.isdisjoint(r.minors)}

@@ -77,7 +77,7 @@ _FLAGS: Final = (
 )
 _MAX_SHOWN: Final = 400
 _POLICY: Final = "--gpu-scheduler-policy"
-#: HAMi's default folder for its library and for containers; HOOK_PATH overrides it.
+#: The default of HAMi's HOOK_PATH. HAMi's library is in the folder vgpu below it.
 _HOOK_PATH: Final = Path("/usr/local")
 
 

@@ -77,7 +77,7 @@ class Limiter(PreloadedBackend[PageMonitor]):
         super().__init__(_LIBRARY_IN_CONTAINER, library_dir, run_dir / FOLDER, volumes)
         self._identities, self._contexts = Identities(pid_in_container_of), contexts
         self._quantum_microseconds, self._find, self._clock = quantum_milliseconds * 1000, find_library, clock
-        #: Starts, checks and removals of a container replace its monitor one at a time.
+        #: One lock for each container, so that its start, its checks and its removal replace its monitor one at a time.
         self._locks: dict[AllocationId, threading.Lock] = {}
         self._closed = False
         self._context_bytes: dict[str, int] = {}

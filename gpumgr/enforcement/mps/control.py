@@ -42,7 +42,7 @@ _NO_DAEMON: Final = "Cannot find MPS control daemon"
 _NOT_RUN: Final = (126, 127)
 #: The limit of a program's output: a container that answers in the daemon's place could send without end.
 _MAX_BYTES: Final = 1 << 20
-#: Not asyncio's threads: on each GPU a program that hangs can block one until the time limit.
+#: Threads of their own, not asyncio's: for each GPU, a program that hangs can block a thread until the time limit.
 _THREADS: Final = ThreadPoolExecutor(32, "mps-control")
 _INSTALL: Final = "install NVIDIA's driver completely, or set mps.control_program to its program"
 

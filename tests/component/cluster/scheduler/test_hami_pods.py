@@ -185,7 +185,7 @@ async def test_an_init_container_and_the_app_count_once_on_one_gpu(hami: Stage) 
 @pytest.mark.hami_bug("B14: gpumem: 16Gi vanishes")
 @pytest.mark.parametrize(("limits", "reason"), [
     ({"gpu": 1, "gpumem": "16Gi"}, "container c0: 17179869184 MiB of memory requested: the number is in MiB"),
-    ({"gpumem": 100}, "container c0 requests an amount of each GPU, and no GPU; add the limit nvidia.com/gpu: 1"),
+    ({"gpumem": 100}, "container c0 requests cores or memory of each GPU, but no GPU; add the limit nvidia.com/gpu: 1"),
     ({"gpu": 65}, "container c0: 65 GPUs requested, and gpumgr supports"),
 ])  # fmt: skip
 async def test_a_request_that_no_node_can_grant_is_refused_with_the_reason(
