@@ -195,6 +195,8 @@ class _ResourceLink:
                 # Read directly before Register: if the socket was replaced earlier, this registration already reaches the new kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register(server.path.name)
+                # A kubelet that started in between made the first socket.
+                kubelet = kubelet or FileIdentity.at(self._kubelet_socket)
             except KubeletError as error:
                 self._failed(str(error))
                 await self._pause(retry_seconds * random.uniform(0.5, 1.0), kubelet)

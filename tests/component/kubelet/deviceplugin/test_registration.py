@@ -19,7 +19,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, RESOURCES, Resource
 from gpumgr.kubelet import plugin
 from gpumgr.kubelet.plugin import encode_devices
-from gpumgr.kubelet.plugin_registration import SOCKET_STEMS, KubeletLink, LinkTiming
+from gpumgr.kubelet.plugin_registration import SOCKET_STEMS, KubeletLink, LinkTiming, _ResourceLink
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.kubelet_plugins import PluginClient
 from gpumgr.sim.kubelet_pods import V1_25, V1_35, V1_37, KubeletVersion
@@ -238,6 +238,27 @@ async def test_a_socket_that_a_starting_kubelet_has_not_made_yet_is_no_failure(k
             await kubelet.restart()
             await link.until_registrations(2)
     assert [line["event"] for line in logs if line["log_level"] != "info"] == ["registration_lost"] * 2
+
+
+async def test_a_kubelet_that_starts_directly_before_register_is_not_taken_for_a_restarted_one(
+    kubelet: SimKubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kubelet.registration_socket
+    away = path.rename(path.with_name("away.sock"))
+    register = _ResourceLink._register
+
+    async def begins(link: _ResourceLink, endpoint: str) -> None:
+        if away.exists():
+            away.rename(path)
+        await register(link, endpoint)
+
+    monkeypatch.setattr(_ResourceLink, "_register", begins)
+    with capture_logs() as logs:
+        async with linked(kubelet.plugin_folder) as link:
+            await offered(kubelet)
+            await asyncio.sleep(0.1)  # time for looks at the socket
+            assert [state.registrations for state in link.link.states.values()] == [1, 1]
+    assert [line["event"] for line in logs if line["log_level"] != "info"] == []
 
 
 async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_back_off(kubelet: SimKubelet) -> None:
