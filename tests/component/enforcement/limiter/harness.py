@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpumgr.common.proc import first_stack
 from tools.limiter import ARBITER, LIBRARY, SHARED, SOURCES, compile_library, compile_program
 
 MIB = 1 << 20
@@ -447,8 +448,9 @@ class Tenant:
         return result, first, second
 
     def await_program(self, name: str) -> None:
-        """Until it executes this program."""
-        while Path(f"/proc/{self._process.pid}/comm").read_text() != f"{name}\n":
+        """Until it executes this program: the kernel sets the name before the stack, by which the agent notices an exec."""
+        comm = Path(f"/proc/{self.pid}/comm")
+        while comm.read_text() != f"{name}\n" or first_stack(self.pid) is None:
             time.sleep(0.001)
 
     def cpu_seconds(self) -> float:
