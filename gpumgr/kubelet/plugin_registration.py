@@ -34,13 +34,7 @@ from gpumgr.common.rpc.channel import CALL_FAILURES, UnixChannel, kubelet_error
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import MIG_PREFIX, RESOURCE_NAMES, Resource
 from gpumgr.common.unix_socket import remove_leftovers
-from gpumgr.kubelet.plugin import (
-    OPTIONS,
-    DeviceEntry,
-    DevicePlugin,
-    PluginServer,
-    encode_devices,
-)
+from gpumgr.kubelet.plugin import OPTIONS, DeviceEntry, DevicePlugin, PluginServer, encode_devices
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.instances import resource_of
 from gpumgr.ledger.node import NodeDevices
@@ -195,7 +189,7 @@ class _ResourceLink:
                 # Read directly before Register: if the socket was replaced earlier, this registration already reaches the new kubelet.
                 kubelet = FileIdentity.at(self._kubelet_socket)
                 await self._register(server.path.name)
-                # A kubelet that started in between made the first socket.
+                # None: the kubelet was started in between, and has made this socket.
                 kubelet = kubelet or FileIdentity.at(self._kubelet_socket)
             except KubeletError as error:
                 self._failed(str(error))
@@ -285,7 +279,7 @@ class _ResourceLink:
 
 
 class ListMeter(Protocol):
-    """Counts the published device lists."""
+    """Counts the device lists that are published to the kubelet, by resource."""
 
     def listed(self, resource: str) -> None: ...
 

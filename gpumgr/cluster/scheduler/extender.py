@@ -18,13 +18,7 @@ from gpumgr.cluster.core.explain import Rejection, explain
 from gpumgr.cluster.core.index import placed_pod
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod
-from gpumgr.cluster.scheduler.binding import (
-    WRITE_SECONDS,
-    BindingError,
-    binding_annotations,
-    pod_path,
-    send_binding,
-)
+from gpumgr.cluster.scheduler.binding import WRITE_SECONDS, BindingError, binding_annotations, pod_path, send_binding
 from gpumgr.cluster.scheduler.leader import Leadership
 from gpumgr.cluster.scheduler.objects import WatchedPod
 from gpumgr.cluster.scheduler.preemption import Preemption

@@ -69,7 +69,7 @@ class Rejections:
         before, kept, pause = self.pods.get(pod.uid), self._index.placement(pod.uid), _FIRST_PAUSE_SECONDS
         if before is None or before.retried_for != kept:
             kept = None
-        elif kept is not None:  # its GPUs are free, but its quota or kube-scheduler's own filters exclude them
+        elif kept is not None:  # the kept GPUs are free, but the pod's quota or kube-scheduler's own filters exclude them
             pause = before.pause_seconds
         due, state = self._clock() + pause, self._quotas.state(pod.namespace)
         self.pods[pod.uid] = _Rejected(
