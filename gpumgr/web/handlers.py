@@ -6,7 +6,6 @@ import platform
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Final, cast
 
 import msgspec
@@ -206,13 +205,12 @@ def make_app(
     sources: ReadModel,
     policy: CurrentPolicy,
     *,
-    page: Path = PAGE,
     names: Collection[str] = (),
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     origin_of: OriginOf = origin_of,
 ) -> web.Application:
     """`policy` is for remote clients. `names`: this host's names, valid as `Host` of loopback requests."""
-    pages = Pages(sources, IndexPage(page), heartbeat_seconds=heartbeat_seconds)
+    pages = Pages(sources, IndexPage(PAGE), heartbeat_seconds=heartbeat_seconds)
     scopes: dict[str, Scope] = {**{path: scope for path, (scope, _) in _READ.items()}, PATHS[-1]: "maintenance"}
     app = web.Application(
         middlewares=[make_middleware(scopes, policy, names, origin_of=origin_of)], client_max_size=MAX_BODY_BYTES

@@ -168,7 +168,7 @@ _INLINE: Final = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1\s*>", re.DOTALL |
 class IndexPage:
     """Compresses the page once. aiohttp's `enable_compression` would compress it for each request."""
 
-    def __init__(self, path: Path = PAGE) -> None:
+    def __init__(self, path: Path) -> None:
         self.plain = path.read_bytes()
         self.packed = gzip.compress(self.plain, 9, mtime=0)
         self._policy = page_policy(self.plain.decode())

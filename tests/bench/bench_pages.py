@@ -22,7 +22,7 @@ from gpumgr.ledger.history import HistoryEntry
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.handlers import make_app
 from gpumgr.web.http_server import PageServer
-from gpumgr.web.responses import IndexPage
+from gpumgr.web.responses import PAGE, IndexPage
 from gpumgr.web.state import HISTORY_SHOWN, node_state
 from tests.bench import figures
 from tests.bench.bench_metrics import picture_of
@@ -74,7 +74,7 @@ async def publish(sources: Node, seconds: float) -> None:
 
 
 async def measure(seconds: float) -> Mapping[str, object]:
-    sources, front = node(), IndexPage()
+    sources, front = node(), IndexPage(PAGE)
     server = PageServer(partial(make_app, cast("Any", sources)), HttpSettings(port=0))
     await server.start()
     with ExitStack() as stack:

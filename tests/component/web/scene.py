@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from gpumgr.ledger.history import Candidate, HistoryEntry
 from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.access import Origin, origin_of
 from gpumgr.web.handlers import make_app
-from gpumgr.web.http_server import Limits, PageServer
+from gpumgr.web.http_server import HttpServer, Limits, PageServer
 from gpumgr.web.metrics import Exposition, Metrics
 from tests.unit.web.metrics.pictures import allocation, name_of, sample_of, view_of, whole
 
@@ -107,6 +108,20 @@ def page_server(scene: Any, **options: Any) -> PageServer:
         unix_socket=unix_socket,
         limits=Limits(**{"connections": http.get("max_connections", 512), **limits}),
     )
+
+
+async def status_of(
+    server: HttpServer, path: str, *, source: str = "127.0.0.1", token: str | None = None, secured: ssl.SSLContext | None = None
+) -> int:
+    """What a client at the address `source` gets. An error is JSON."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connector = aiohttp.TCPConnector(local_addr=(source, 0))
+    async with (
+        aiohttp.ClientSession(connector=connector, headers=headers) as client,
+        client.get(f"{server.url}{path}", ssl=secured or True) as answer,
+    ):
+        assert answer.status == 200 or set(await answer.json()) == {"error"}
+        return answer.status
 
 
 async def say(address: tuple[str, int], *parts: bytes, source: str = "127.0.0.1") -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from structlog.testing import capture_logs
 
+from gpumgr.web.handlers import PATHS
 from gpumgr.web.http_server import HttpServer
 from tests.component.web.scene import get, parsed, say
 
@@ -47,6 +48,10 @@ async def test_what_is_no_http_or_too_long_is_a_bad_request(server: HttpServer, 
 @pytest.mark.parametrize(
     "path",
     [
+        "/nowhere",
+        "/page/index.html",
+        "/metrics/",
+        "/api/gpus/0/explode",
         "/../../etc/passwd",
         "/%2e%2e/%2e%2e/etc/passwd",
         "/..%2f..%2fetc%2fpasswd",
@@ -56,9 +61,9 @@ async def test_what_is_no_http_or_too_long_is_a_bad_request(server: HttpServer, 
         "/\\..\\x",
     ],
 )
-async def test_there_are_no_files_behind_paths(server: HttpServer, path: str) -> None:
+async def test_other_paths_lead_to_nothing_and_to_no_file(server: HttpServer, path: str) -> None:
     status, told = parsed(await say(server.address, get(path)))
-    assert status == 404
+    assert (status, told["paths"]) == (404, list(PATHS))
     assert told["error"].startswith("there is nothing at ")
 
 

@@ -1,16 +1,15 @@
 """The page at /, as the package has it."""
 
+import base64
 import gzip
+import hashlib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import aiohttp
-import pytest
 
 from gpumgr.web.http_server import HttpServer
-from gpumgr.web.responses import PAGE, IndexPage
-from tests.component.web.conftest import Serve
+from gpumgr.web.responses import PAGE, page_policy
 
 
 async def fetch(server: HttpServer, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
@@ -50,14 +49,33 @@ async def test_the_page_may_load_nothing_and_stand_in_no_frame(server: HttpServe
     assert policy.count("'sha256-") == len(re.findall(rb"<(script|style)\b", body))
 
 
-async def test_another_file_is_read_once_at_the_start(serve: Serve, tmp_path: Path) -> None:
-    page = tmp_path / "index.html"
-    page.write_text("<p>one</p>")
-    server = await serve(page=page)
-    page.write_text("<p>two</p>")
-    assert (await fetch(server))[2] == b"<p>one</p>"
+def sha(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-def test_a_package_without_its_page_is_broken(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        IndexPage(tmp_path / "index.html")
+def rules(html: str) -> dict[str, str]:
+    return {name: value for rule in page_policy(html).split("; ") for name, _, value in [rule.partition(" ")]}
+
+
+def test_the_policy_allows_what_stands_in_the_file() -> None:
+    script = '\nconst a = "&amp;"; // <b>\n"<style>no</style>";\n'
+    found = rules(f"<html><style>b{{}}</style><STYLE>i{{}}</STYLE><p>text</p><script>{script}</script></html>")
+    assert found["script-src"] == sha(script)
+    assert found["style-src"] == f"{sha('b{}')} {sha('i{}')}"
+
+
+def test_the_policy_allows_nothing_else() -> None:
+    assert rules("<p>text</p>") == {
+        "default-src": "'none'",
+        "script-src": "'none'",
+        "style-src": "'none'",
+        "img-src": "'self' data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+
+
+def test_browsers_hash_scripts_with_plain_newlines() -> None:
+    assert rules("<script>a\r\nb</script>")["script-src"] == sha("a\nb")

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.web import http_server
-from gpumgr.web.listening import ListenError, listen_tcp
+from gpumgr.web.listening import ListenError, listen_tcp, needs_loopback
 from tests.component.web.conftest import Serve
 from tests.component.web.scene import get, parsed, say
 
@@ -65,6 +65,31 @@ async def test_the_loopback_answers_with_any_configured_address(serve: Serve, ad
     host, port = (await serve(address=address)).address
     assert host == address
     assert parsed(await say(("127.0.0.1", port), get("/graph")))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("addresses", "needed"),
+    [
+        (["127.0.0.1"], False),
+        (["::1"], False),
+        (["0.0.0.0"], False),
+        (["::"], False),
+        (["10.1.2.3"], True),
+        (["fd00::5"], True),
+        (["10.1.2.3", "127.0.0.1"], False),
+    ],
+)
+def test_the_loopback_is_added_unless_an_address_includes_it(addresses: list[str], needed: bool) -> None:
+    assert needs_loopback(addresses) == needed
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+async def test_the_unspecified_address_of_ipv6_accepts_ipv4_too(serve: Serve) -> None:
+    server = await serve(address="::")
+    port = server.address[1]
+    assert server.url == f"http://[::]:{port}"
+    for address in ("127.0.0.1", "::1"):
+        socket.create_connection((address, port)).close()
 
 
 async def test_a_used_port_on_the_loopback_is_reported_and_the_address_still_serves() -> None:

@@ -134,7 +134,7 @@ async def test_a_slow_client_misses_states_and_delays_no_other_client(server: Ht
 
 
 async def test_a_stop_ends_the_streams_in_order(scene: Scene) -> None:
-    server = page_server(scene, address="127.0.0.1", port=0, stop_seconds=5)
+    server = page_server(scene, stop_seconds=5)
     await server.start()
     async with aiohttp.ClientSession(server.url) as client, client.get("/api/stream") as answer:
         await answer.content.readuntil(b"\n\n")

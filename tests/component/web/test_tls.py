@@ -16,9 +16,8 @@ from structlog.testing import capture_logs
 
 from gpumgr.common.errors import SettingsError
 from gpumgr.web import credentials
-from gpumgr.web.http_server import HttpServer
 from tests.component.web.conftest import HangingFiles, Serve
-from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, page_server, say
+from tests.component.web.scene import CERTIFICATES, REMOTE, TLS, Scene, get, page_server, say, status_of
 
 WITH_CA = {**TLS, "client_ca_file": CERTIFICATES / "ca.crt"}
 
@@ -32,27 +31,14 @@ def context(name: str | None = None, *, ca: str = "ca") -> ssl.SSLContext:
     return made
 
 
-async def status(
-    server: HttpServer, path: str, secured: ssl.SSLContext, *, source: str = "127.0.0.1", token: str | None = None
-) -> int:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    connector = aiohttp.TCPConnector(local_addr=(source, 0))
-    async with (
-        aiohttp.ClientSession(connector=connector) as client,
-        client.get(f"{server.url}{path}", ssl=secured, headers=headers) as answer,
-    ):
-        await answer.read()
-        return answer.status
-
-
 async def test_pages_come_over_tls(serve: Serve) -> None:
     server = await serve(**TLS)
     assert server.url.startswith("https://127.0.0.1:")
-    assert await status(server, "/graph", context()) == 200
-    assert await status(server, "/graph", context(), source=REMOTE) == 403
+    assert await status_of(server, "/graph", secured=context()) == 200
+    assert await status_of(server, "/graph", secured=context(), source=REMOTE) == 403
     assert server.connections_refused == 0
     assert b"HTTP" not in await say(server.address, get("/graph"))
-    assert await status(server, "/healthz", context()) == 200
+    assert await status_of(server, "/healthz", secured=context()) == 200
 
 
 async def test_old_tls_is_refused(serve: Serve) -> None:
@@ -61,7 +47,7 @@ async def test_old_tls_is_refused(serve: Serve) -> None:
     with pytest.warns(DeprecationWarning, match="deprecated"):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
     with pytest.raises(aiohttp.ClientConnectorError):
-        await status(server, "/healthz", old)
+        await status_of(server, "/healthz", secured=old)
 
 
 @pytest.mark.parametrize(("token", "denied"), [(None, 403), ("s3cret", 401)])
@@ -70,36 +56,34 @@ async def test_a_client_certificate_opens_the_pages_and_a_token_does(
 ) -> None:
     server = await serve(**WITH_CA, **({"token_file": token_file} if token else {}))
     for path, bare in (("/healthz", 200), ("/metrics", denied), ("/graph", denied)):
-        assert await status(server, path, context(), source=REMOTE) == bare
-        assert await status(server, path, context("client"), source=REMOTE) == 200
-        assert await status(server, path, context(), source=REMOTE, token=token) == (200 if token else bare)
-    assert await status(server, "/graph", context()) == 200
+        assert await status_of(server, path, secured=context(), source=REMOTE) == bare
+        assert await status_of(server, path, secured=context("client"), source=REMOTE) == 200
+        assert await status_of(server, path, secured=context(), source=REMOTE, token=token) == (200 if token else bare)
+    assert await status_of(server, "/graph", secured=context()) == 200
 
 
 async def test_a_certificate_of_another_authority_ends_the_handshake(serve: Serve) -> None:
     server = await serve(**WITH_CA)
     with pytest.raises(aiohttp.ClientError):
-        await status(server, "/healthz", context("stranger"), source=REMOTE)
-    assert await status(server, "/healthz", context(), source=REMOTE) == 200
+        await status_of(server, "/healthz", secured=context("stranger"), source=REMOTE)
+    assert await status_of(server, "/healthz", secured=context(), source=REMOTE) == 200
 
 
 async def test_certificates_are_read_again_when_they_change(serve: Serve, tmp_path: Path) -> None:
-    files = {key: tmp_path / path.name for key, path in TLS.items()}
-    for key, path in TLS.items():
-        shutil.copy(path, files[key])
+    files = {key: Path(shutil.copy(path, tmp_path / path.name)) for key, path in TLS.items()}
     server = await serve(**files)
-    assert await status(server, "/healthz", context()) == 200
+    assert await status_of(server, "/healthz", secured=context()) == 200
     with capture_logs() as logs:
         shutil.copy(CERTIFICATES / "stranger.crt", files["tls_cert_file"])
-        assert await status(server, "/healthz", context()) == 200
-        assert await status(server, "/healthz", context()) == 200
+        assert await status_of(server, "/healthz", secured=context()) == 200
+        assert await status_of(server, "/healthz", secured=context()) == 200
     assert [line["event"] for line in logs] == ["certificates_unusable"]
     assert "can't be used: key values mismatch" in logs[0]["error"]
     shutil.copy(CERTIFICATES / "stranger.key", tmp_path / "new")
     os.replace(tmp_path / "new", files["tls_key_file"])
-    assert await status(server, "/healthz", context(ca="stranger")) == 200
+    assert await status_of(server, "/healthz", secured=context(ca="stranger")) == 200
     with pytest.raises(aiohttp.ClientConnectorError):
-        await status(server, "/healthz", context())
+        await status_of(server, "/healthz", secured=context())
 
 
 @pytest.mark.parametrize("fault", [SettingsError("http.tls_key_file can't be read: Input/output error"), RuntimeError("a bug")])
@@ -116,10 +100,10 @@ async def test_after_a_fault_certificates_are_read_again_although_their_files_st
         patch.setattr(credentials, "_read", Mock(side_effect=fault))
         for _ in range(2):
             with suppress(aiohttp.ClientError):
-                await status(server, "/healthz", context())
+                await status_of(server, "/healthz", secured=context())
     lines = [(line["event"], line.get("daemon")) for line in logs]
     assert lines == [("daemon_failed", "web_connection") if isinstance(fault, RuntimeError) else ("certificates_unusable", None)]
-    assert await status(server, "/healthz", context(ca="stranger")) == 200
+    assert await status_of(server, "/healthz", secured=context(ca="stranger")) == 200
     gc.collect()
     assert unhandled == []
 
@@ -130,14 +114,14 @@ async def test_handshakes_use_the_earlier_certificate_while_the_file_system_hang
     server = await serve(**TLS)
     hanging_files.hang()
     with capture_logs() as logs:
-        waiting = [asyncio.create_task(status(server, "/healthz", context())) for _ in range(3)]
+        waiting = [asyncio.create_task(status_of(server, "/healthz", secured=context())) for _ in range(3)]
         await hanging_files.until_read()
-        assert await asyncio.gather(*waiting, status(server, "/healthz", context())) == [200] * 4
+        assert await asyncio.gather(*waiting, status_of(server, "/healthz", secured=context())) == [200] * 4
         assert [line["event"] for line in logs] == ["certificates_unusable"]
         hanging_files.release()
         async with asyncio.timeout(30):
             while logs[-1]["event"] != "certificates_read_again":
-                assert await status(server, "/healthz", context()) == 200
+                assert await status_of(server, "/healthz", secured=context()) == 200
 
 
 @pytest.mark.parametrize(
@@ -178,5 +162,5 @@ async def test_wrong_files_end_the_start_with_a_name(
     names = {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "client_ca_file": None, **changed}
     files: dict[str, Any] = {key: tmp_path / name if name is not None else None for key, name in names.items()}
     with pytest.raises(SettingsError) as caught:
-        page_server(scene, address="127.0.0.1", port=0, **files)
+        page_server(scene, **files)
     assert str(caught.value).startswith(f"http.{sentence.format(folder=tmp_path)}")
