@@ -6,7 +6,6 @@ from msgspec.structs import replace
 from gpumgr.agent.inventory import HardwareHealth, Inventory
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
-from gpumgr.ledger.answer import GrantedGpu, HostPaths, instance_answer
 from gpumgr.ledger.callers import UNKNOWN_CALLER
 from gpumgr.ledger.choose import Request
 from gpumgr.ledger.instances import (
@@ -148,24 +147,3 @@ def test_the_mode_alone_does_not_close_a_gpu_and_a_fault_or_a_cordon_does() -> N
     for each in (cordoned, replace(cordoned, quarantine=quarantined.quarantine)):
         with pytest.raises(Refusal, match=r"the MIG devices of GPU0 .* can't be granted: an operator"):
             grant((each, ledger), "MIG-b")
-
-
-@pytest.mark.hami_bug("B26: CDI names of MIG devices can't be resolved")
-def test_the_answer_has_the_mig_device_its_gpu_and_its_capabilities() -> None:
-    host = HostPaths(
-        exists=lambda path: path.startswith("/dev"),
-        mig_minors=lambda: "config 1\nmonitor 2\ngpu0/gi3/access 30\ngpu0/gi3/ci0/access 31\ngpu1/gi3/access 165\n",
-    )
-    allocation = Allocation(id="a", gpus={"g": Amounts(0, 9)}, device_ids={"mig": {"g": 1}})
-    granted = {"g": GrantedGpu(uuid="GPU-g", minor=0, instances={"MIG-a": (3, 0)})}
-    response = instance_answer(allocation, granted, ["MIG-a"], host)
-    assert response.envs == {"NVIDIA_VISIBLE_DEVICES": "MIG-a"}
-    assert [device.host_path for device in response.devices] == [
-        "/dev/nvidia0",
-        "/dev/nvidiactl",
-        "/dev/nvidia-uvm",
-        "/dev/nvidia-caps/nvidia-cap30",
-        "/dev/nvidia-caps/nvidia-cap31",
-    ]
-    with pytest.raises(Refusal, match="the MIG device MIG-x no longer exists; delete the pod"):
-        instance_answer(allocation, granted, ["MIG-x"], host)

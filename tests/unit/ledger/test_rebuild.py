@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, REPLICA_RESOURCE, Amounts, Resource
-from gpumgr.ledger.answer import CONTROL_NODES, Granted, GrantedGpu, HostPaths, allocation_id_in, core_answer, memory_answer
+from gpumgr.ledger.answer import Granted
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
 from gpumgr.placement.pods import ContainerSpec, Listing, PodView
 from gpumgr.placement.requests import ContainerKind, ReplicaRequest
-from tests.allocations import allocated, block_count
+from tests.allocations import block_count
 from tests.listings import listing_from
 
 from .nodes import ONE, TWO, app, empty, init, low, pod
@@ -346,59 +346,3 @@ def test_uids_get_names_where_both_sides_show_the_same_ids() -> None:
         ("uid-c", "side", frozenset({"x", "y"})),
     ]
     assert names_of(entries, listing) == {"uid-a": ("team", "a")}
-
-
-# -- what a container gets -------------------------------------------------------------------------------------------------
-
-GPUS = {ONE: GrantedGpu(uuid="GPU-0", minor=0), TWO: GrantedGpu(uuid="GPU-1", minor=None)}
-WHOLE = allocated(id="a1", cores={ONE: ALL_CORES, TWO: ALL_CORES}, blocks={ONE: 0b111}, gpus=(ONE, TWO))
-SHARE = allocated(id="a2", cores={ONE: 0b111}, blocks={ONE: 0b1}, gpus=(ONE,))
-
-
-def test_everything_is_named_as_gpu_manager_names_it() -> None:
-    host = HostPaths(
-        exists=lambda _: True, share_driver_dir="/share", whole_driver_dir="/whole", extra_devices=("/dev/infiniband/x",)
-    )
-    answer = core_answer(WHOLE, GPUS, host)
-    assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": "GPU-0,GPU-1"}
-    assert [node.host_path for node in answer.devices] == [
-        "/dev/nvidia0",
-        "/dev/dxg",
-        "/dev/nvidiactl",
-        "/dev/nvidia-uvm",
-        "/dev/infiniband/x",
-    ]
-    assert {("/usr/local/nvidia", "/whole"), ("/etc/vcuda", "/etc/gpu-manager/vm/a1")} <= {
-        (m.container_path, m.host_path) for m in answer.mounts
-    }
-    assert answer.annotations == {CORE_RESOURCE: "200", "tencent.com/vcuda-device": "/dev/nvidia0"}
-    assert memory_answer(WHOLE).annotations == {MEMORY_RESOURCE: str(3 * 256 * 1024 * 1024)}
-
-
-@pytest.mark.parametrize("gpu", [ONE, TWO])
-def test_the_device_of_wsl_is_named_for_gpus_without_a_minor_number_only(gpu: str) -> None:
-    wsl = HostPaths(exists=lambda path: path in {"/host/dev/dxg", "/host/dev/nvidia0"}, device_root="/host/dev")
-    answer = core_answer(allocated(id="a", cores={gpu: ALL_CORES}, blocks={}, gpus=(gpu,)), GPUS, wsl)
-    named = "nvidia0" if gpu == ONE else "dxg"
-    assert [(node.container_path, node.host_path) for node in answer.devices] == [(f"/dev/{named}", f"/host/dev/{named}")]
-
-
-def test_only_what_the_host_has_is_named() -> None:
-    host = HostPaths(exists=lambda path: path == "/host/dev/nvidia0", device_root="/host/dev", share_driver_dir="/share")
-    answer = core_answer(SHARE, GPUS, host)
-    assert [(node.container_path, node.host_path) for node in answer.devices] == [("/dev/nvidia0", "/host/dev/nvidia0")]
-    assert [m.container_path for m in answer.mounts] == ["/etc/vcuda"]
-    assert all(f"/dev/{name}" not in {d.container_path for d in answer.devices} for name in CONTROL_NODES)
-
-
-@pytest.mark.parametrize(
-    ("mounts", "found"),
-    [
-        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1"}, "a1"),
-        ({"/etc/vcuda": "/etc/gpu-manager/vm/a1/"}, "a1"),
-        ({"/etc/vcuda": "/"}, None),
-        ({"/usr/local/nvidia": "/share"}, None),
-    ],
-)
-def test_the_allocations_id_is_in_its_response(mounts: dict[str, str], found: str | None) -> None:
-    assert allocation_id_in(mounts) == found

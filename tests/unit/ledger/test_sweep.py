@@ -28,11 +28,17 @@ def held(
     return allocated(id=name, pod=pod, cores=cores or {}, blocks=blocks or {}, gpus=(ONE,), **about)
 
 
-def sweep(*arguments: Any, **options: Any) -> Swept:
-    """A sweep, after which the ledger's laws hold."""
-    swept = sweeping.sweep(*arguments, **options)
+def sweep(ledger: Ledger, listing: Listing, *views: PodView, absent: Mapping[str, int] | None = None, patience: int = 9) -> Swept:
+    """A sweep while the API server has these pods. The ledger's laws hold after it."""
+    find_uid = {view.uid: view for view in views}.get
+    swept = sweeping.sweep(ledger, listing, knows(*views), find_uid, absent=absent or {}, patience=patience)
     swept.ledger.check()
     return swept
+
+
+def named(ledger: Ledger, listing: Listing, latest: str | None, *views: PodView) -> Ledger:
+    """The ledger with the names that `List` shows; `latest`: the allocation of the last grant."""
+    return named_by(ledger, listing, knows(*views), latest)
 
 
 SHARE = held("a", {ONE: 0b11}, {ONE: 0b1})
@@ -56,15 +62,16 @@ def listed(ledger: Ledger, **pods: Allocation | None) -> Listing:
     )
 
 
-def after_offer(ledger: Ledger, listing: Listing, find_pod: FindPod, masks: Masks) -> Ledger:
+def after_offer(ledger: Ledger, listing: Listing, masks: Masks, *views: PodView) -> Ledger:
     """The ledger after these cores were offered, if the pods of all holders that `List` does not show have ended."""
     visible = shown(ledger.gpu_registry, listing)
-    gone = not_shown(ledger.holders("core", masks), visible, listing, find_pod)
-    return freed_by_offer(ledger, gone.values(), visible, listing, find_pod)
+    gone = not_shown(ledger.holders("core", masks), visible, listing, knows(*views))
+    return freed_by_offer(ledger, gone.values(), visible, listing, knows(*views))
 
 
-def knows(*views: PodView) -> Mapping[PodKey, PodView]:
-    return {view.key: view for view in views}
+def knows(*views: PodView) -> FindPod:
+    """The API server's pods."""
+    return {view.key: view for view in views}.get
 
 
 def test_what_list_shows_in_masks() -> None:
@@ -90,7 +97,7 @@ def test_what_list_shows_in_masks() -> None:
 def test_either_alone_proves_nothing(offered: Masks, shows: bool, free: bool) -> None:
     ledger = ledger_of(SHARE)
     listing = listed(ledger, a=SHARE if shows else None)
-    after = after_offer(ledger, listing, knows().get, offered)
+    after = after_offer(ledger, listing, offered)
     assert bool(after.allocations) is not free
     assert free or after is ledger
 
@@ -99,7 +106,7 @@ def test_the_rest_of_an_ended_pod_goes_with_it() -> None:
     """Its init container, and a sidecar on another GPU."""
     prepare, side = held("i", {ONE: 0b111}, init=True, container="prepare"), held("s", {TWO: 0b1}, {TWO: 0b1}, container="side")
     ledger = ledger_of(SHARE, prepare, side, held("b", {TWO: 0b10}, owner="b", uid="uid-b"))
-    after = after_offer(ledger, listed(ledger), knows().get, {ONE: 1})
+    after = after_offer(ledger, listed(ledger), {ONE: 1})
     assert list(after.allocations) == ["b"]
 
 
@@ -107,9 +114,9 @@ def test_an_init_containers_allocation_ends_with_its_pod() -> None:
     prepare = held("i", {ONE: 0b111}, init=True, container="prepare")
     ledger = ledger_of(prepare)
     listing, same, another = listed(ledger, a=None), pod("a"), pod("a", uid="uid-2")
-    assert after_offer(ledger, listing, knows(same).get, {ONE: 1}).allocations
-    assert not after_offer(ledger, listing, knows(another).get, {ONE: 1}).allocations
-    assert not after_offer(ledger, listed(ledger, b=None), knows().get, {ONE: 1}).allocations
+    assert after_offer(ledger, listing, {ONE: 1}, same).allocations
+    assert not after_offer(ledger, listing, {ONE: 1}, another).allocations
+    assert not after_offer(ledger, listed(ledger, b=None), {ONE: 1}).allocations
 
 
 def test_an_init_containers_allocation_ends_with_its_pod_although_a_later_pod_has_its_name() -> None:
@@ -117,7 +124,7 @@ def test_an_init_containers_allocation_ends_with_its_pod_although_a_later_pod_ha
     prepare = held("i", {TWO: 0b111}, init=True, container="prepare")
     later_init = held("later", {TWO: 0b1000}, init=True, container="prepare")  # with the UID that the cache has
     ledger = ledger_of(prepare, SHARE, later_init)
-    after = after_offer(ledger, listed(ledger, a=None), knows(pod("a")).get, {ONE: 1})
+    after = after_offer(ledger, listed(ledger, a=None), {ONE: 1}, pod("a"))
     assert list(after.allocations) == ["later"]
 
 
@@ -125,7 +132,7 @@ def test_a_later_incarnation_is_not_freed_with_the_earlier_one() -> None:
     old, old_init = held("old", {ONE: 0b11}, uid=None), held("old-init", {ONE: 0b1100}, uid=None, container=None, init=True)
     new = held("new", {TWO: ALL_CORES}, uid=None, container=None)
     ledger = ledger_of(old_init, old, new)
-    after = after_offer(ledger, listed(ledger, a=None), knows().get, {ONE: 0b1})
+    after = after_offer(ledger, listed(ledger, a=None), {ONE: 0b1})
     assert list(after.allocations) == ["new"]
 
 
@@ -134,13 +141,13 @@ def test_half_an_allocation_without_a_uid_stays_if_it_is_later_than_the_ended_on
     """The kubelet has allocated only the memory of the new pod, so that `List` can't show a container that has both."""
     half = held("half", None, {TWO: 0b1}, uid=None, container=None)
     ledger = ledger_of(replace(SHARE, uid=uid), half)
-    after = after_offer(ledger, listed(ledger, a=None), knows(pod("a", phase="Failed")).get, {ONE: 1})
+    after = after_offer(ledger, listed(ledger, a=None), {ONE: 1}, pod("a", phase="Failed"))
     assert list(after.allocations) == ["half"]
 
 
 def test_records_of_gpu_manager_are_never_freed_by_an_offer() -> None:
     ledger = ledger_of(held("g", {ONE: ALL_CORES}, owner=None, anonymous=True))
-    assert after_offer(ledger, listed(ledger), knows().get, {ONE: ALL_CORES}) is ledger
+    assert after_offer(ledger, listed(ledger), {ONE: ALL_CORES}) is ledger
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------
@@ -150,17 +157,17 @@ def test_list_gives_names_to_allocations_without_one() -> None:
     nameless = held("n", {ONE: 0b11}, owner=None, uid=None, container=None)
     ledger = ledger_of(nameless)
     listing = listed(ledger, b=nameless)
-    named = named_by(ledger, listing, knows(pod("b")).get, None).allocations["n"]
-    assert (named.pod, named.container, named.uid) == (("team", "b"), "main", "uid-b")
-    unknown = named_by(ledger, listing, knows(pod("b", phase="Failed")).get, None).allocations["n"]
+    found = named(ledger, listing, None, pod("b")).allocations["n"]
+    assert (found.pod, found.container, found.uid) == (("team", "b"), "main", "uid-b")
+    unknown = named(ledger, listing, None, pod("b", phase="Failed")).allocations["n"]
     assert (unknown.pod, unknown.uid) == (("team", "b"), None)
 
 
 def test_the_guessed_name_of_the_latest_is_corrected() -> None:
     ledger = ledger_of(SHARE)
     listing = listed(ledger, a=None, b=SHARE)
-    assert named_by(ledger, listing, knows().get, None) is ledger
-    assert named_by(ledger, listing, knows().get, "a").allocations["a"].pod == ("team", "b")
+    assert named(ledger, listing, None) is ledger
+    assert named(ledger, listing, "a").allocations["a"].pod == ("team", "b")
 
 
 def test_a_right_name_reads_one_pod_of_the_list_only() -> None:
@@ -172,7 +179,7 @@ def test_a_right_name_reads_one_pod_of_the_list_only() -> None:
         return full.containers(key)
 
     listing = Listing([("team", "b"), ("team", "a"), ("team", "c")], read)
-    assert named_by(ledger, listing, knows(pod("a")).get, "a") is ledger
+    assert named(ledger, listing, "a", pod("a")) is ledger
 
 
 def test_allocations_that_share_ids_with_a_listed_one_are_its_init_containers_or_refuted() -> None:
@@ -181,7 +188,7 @@ def test_allocations_that_share_ids_with_a_listed_one_are_its_init_containers_or
     refuted = held("r", {ONE: 0b111}, owner="y", uid="uid-y", init=True)
     for other, stays in ((init_of_it, True), (refuted, False)):
         ledger = Ledger(empty().gpu_registry, {a.id: a for a in (other, mine)})
-        after = named_by(ledger, listed(ledger, b=mine), knows(pod("b")).get, "n").check()
+        after = named(ledger, listed(ledger, b=mine), "n", pod("b")).check()
         assert (other.id in after.allocations) is stays
         assert {a.pod for a in after.allocations.values()} == {("team", "b")}
 
@@ -199,7 +206,7 @@ def test_allocations_that_share_ids_with_a_listed_one_are_its_init_containers_or
 def test_an_init_container_that_list_shows(guessed: str | None, container: str, expected: tuple[PodKey, str, bool]) -> None:
     a = held("i", {ONE: 0b11}, owner=guessed, container=container, init=True)
     ledger = ledger_of(a)
-    swept = sweep(ledger, listed(ledger, b=a), knows().get, knows().get, absent={}, patience=9)
+    swept = sweep(ledger, listed(ledger, b=a))
     named = swept.ledger.allocations["i"]
     assert (named.pod, named.container, named.init) == expected
 
@@ -210,7 +217,7 @@ def test_an_init_container_that_list_shows(guessed: str | None, container: str, 
 def test_a_first_name_is_no_correction(owner: str | None, container: str | None, renamed: bool) -> None:
     """Without an API server, an allocation has no container's name until its container starts: after the image has been pulled."""
     ledger = ledger_of(held("m", {ONE: 0b11}, owner=owner, uid=None, container=container))
-    swept = sweep(ledger, listed(ledger, a=held("m", {ONE: 0b11})), lambda _: None, lambda _: None, absent={}, patience=9)
+    swept = sweep(ledger, listed(ledger, a=held("m", {ONE: 0b11})))
     named = swept.ledger.allocations["m"]
     assert (named.pod, named.container) == (("team", "a"), "main")
     assert [a.id for a in swept.renamed] == ["m"] * renamed
@@ -228,11 +235,11 @@ def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_
         return {RESOURCE_NAMES[kind]: ledger.gpu_registry.format(kind, a.held(kind)) for kind in RESOURCES}
 
     listing = listing_from({("team", "a"): {"main": ids(main), "side": ids(side)}, ("team", "b"): {}})
-    views = knows(pod("a"), pod("b"))
+    views = pod("a"), pod("b")
     if latest_only:
-        after = named_by(ledger, listing, views.get, "m").check()
+        after = named(ledger, listing, "m", *views).check()
     else:
-        swept = sweep(ledger, listing, views.get, lambda _: None, absent={}, patience=1)
+        swept = sweep(ledger, listing, *views)
         after = swept.ledger
         assert {a.id for a in swept.renamed} == {"i", "m", "s"}
         assert not swept.freed
@@ -250,14 +257,8 @@ def test_a_container_with_two_allocations_gets_one(blocks_on: str) -> None:
     cores = held("c", {ONE: 0b11}, owner="b", uid="uid-b")
     blocks = replace(held("m", None, {blocks_on: 0b11}, owner=None, uid=None, container=None), gpus={blocks_on: Amounts(0, 512)})
     ledger = ledger_of(cores, blocks)
-    swept = sweep(
-        ledger,
-        listed(ledger, a=replace(cores, device_ids={**cores.device_ids, **blocks.device_ids})),
-        knows(pod("a")).get,
-        lambda _: None,
-        absent={},
-        patience=9,
-    )
+    both = replace(cores, device_ids={**cores.device_ids, **blocks.device_ids})
+    swept = sweep(ledger, listed(ledger, a=both), pod("a"))
     found = {a.id: (a.pod, a.uid, a.container, a.gpus) for a in swept.ledger.allocations.values()}
     if blocks_on == ONE:
         assert found == {"c": (("team", "a"), "uid-a", "main", {ONE: Amounts(2, 512)})}
@@ -272,7 +273,7 @@ def test_half_of_an_earlier_incarnation_is_not_joined() -> None:
     earlier = replace(held("m", None, {ONE: 0b11}, uid=None), gpus={ONE: Amounts(0, 512)})
     cores = held("c", {ONE: 0b11}, owner=None, uid=None, container=None)
     ledger = ledger_of(earlier, cores)
-    after = named_by(ledger, listed(ledger, a=cores), knows().get, "c").check()
+    after = named(ledger, listed(ledger, a=cores), "c").check()
     assert {a.id: (a.pod, a.held("memory")) for a in after.allocations.values()} == {
         "m": (("team", "a"), {ONE: 0b11}),
         "c": (("team", "a"), {}),
@@ -283,8 +284,7 @@ def test_a_container_that_is_listed_with_other_ids_does_not_hold_these() -> None
     """A replica was assigned to this pod by mistake and then refused by the kubelet. The API server knows the pod as living."""
     guessed = held("g", {ONE: 0b1100})
     ledger = ledger_of(SHARE, guessed)
-    view = pod("a")
-    swept = sweep(ledger, listed(ledger, a=SHARE), knows(view).get, {view.uid: view}.get, absent={}, patience=9)
+    swept = sweep(ledger, listed(ledger, a=SHARE), pod("a"))
     assert [a.id for a in swept.freed] == ["g"]
 
 
@@ -296,8 +296,7 @@ def test_only_the_wrong_guesses_of_a_running_pod_are_freed() -> None:
     )
     wrong = (held("wi", {ONE: 0b11110000}, container="prepare", init=True), held("wm", {ONE: 0b110000}))
     ledger = ledger_of(*right, *wrong).check()
-    view = pod("a")
-    swept = sweep(ledger, listed(ledger, a=right[1]), knows(view).get, {view.uid: view}.get, absent={}, patience=9)
+    swept = sweep(ledger, listed(ledger, a=right[1]), pod("a"))
     assert {a.id: a.pod for a in swept.ledger.allocations.values()} == {"i": ("team", "a"), "m": ("team", "a")}
 
 
@@ -306,7 +305,7 @@ def test_an_allocation_that_list_refutes_stays_freed() -> None:
     wrong = held("w", {ONE: 0b11}, owner="b", uid="uid-b", container="prepare", init=True)
     right = held("r", {ONE: 0b11}, owner="c", uid="uid-c")
     ledger = ledger_of(wrong, right)
-    swept = sweep(ledger, listed(ledger, a=right), knows(pod("a")).get, lambda _: None, absent={}, patience=1)
+    swept = sweep(ledger, listed(ledger, a=right), pod("a"))
     assert [a.id for a in swept.freed] == ["w"]
     assert [(a.id, a.pod) for a in swept.ledger.allocations.values()] == [("r", ("team", "a"))]
 
@@ -314,7 +313,7 @@ def test_an_allocation_that_list_refutes_stays_freed() -> None:
 def test_a_uid_alone_gets_its_name_from_the_cache() -> None:
     a = held("g", {ONE: ALL_CORES}, owner=None, anonymous=True)
     ledger = ledger_of(a)
-    swept = sweep(ledger, listed(ledger, a=None), knows().get, {"uid-a": pod("a")}.get, absent={}, patience=1)
+    swept = sweep(ledger, listed(ledger, a=None), pod("a"), patience=1)
     assert swept.ledger.allocations["g"].pod == ("team", "a")
     assert not swept.freed
 
@@ -324,8 +323,7 @@ def test_a_uid_alone_gets_its_name_from_the_cache() -> None:
 
 def test_an_ended_pod_holds_nothing_although_it_is_listed() -> None:
     ledger = ledger_of(SHARE)
-    ended = pod("a", phase="Failed")
-    swept = sweep(ledger, listed(ledger, a=SHARE), knows(ended).get, lambda _: ended, absent={}, patience=5)
+    swept = sweep(ledger, listed(ledger, a=SHARE), pod("a", phase="Failed"))
     assert [a.id for a in swept.freed] == ["a"]
 
 
@@ -334,17 +332,16 @@ def test_a_pod_that_is_listed_without_its_ids_has_ended() -> None:
     fetch = held("a0", {TWO: 0b1}, uid=None, container=None, init=True)
     later = held("b", {TWO: 0b10}, uid=None, container=None, init=True)
     ledger = ledger_of(fetch, held("a", SHARE.held("core"), SHARE.held("memory"), uid=None), later)
-    swept = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=1)
+    swept = sweep(ledger, listed(ledger, a=None), patience=1)
     assert [a.id for a in swept.freed] == ["a0", "a"]
     assert list(swept.ledger.allocations) == ["b"]
-    waiting = sweep(ledger, listed(ledger, a=None), lambda _: None, lambda _: None, absent={}, patience=2)
-    assert waiting.freed == ()
+    assert sweep(ledger, listed(ledger, a=None), patience=2).freed == ()
 
 
 def test_an_ended_incarnation_does_not_affect_the_present_one() -> None:
     a = held("a", {ONE: 0b11}, uid=None)
     ledger = ledger_of(a)
-    swept = sweep(ledger, listed(ledger, a=a), knows(pod("a", phase="Failed")).get, lambda _: None, absent={}, patience=1)
+    swept = sweep(ledger, listed(ledger, a=a), pod("a", phase="Failed"), patience=1)
     assert not swept.freed
 
 
@@ -352,7 +349,7 @@ def test_half_a_share_without_a_name_is_freed() -> None:
     half = held("h", {ONE: 0b11}, uid=None, container=None)
     whole = held("w", {TWO: ALL_CORES}, uid=None, container=None)
     ledger = ledger_of(half, whole)
-    swept = sweep(ledger, listed(ledger, a=None), knows().get, lambda _: None, absent={"h": 1}, patience=2)
+    swept = sweep(ledger, listed(ledger, a=None), absent={"h": 1}, patience=2)
     assert [a.id for a in swept.freed] == ["h"]
 
 
@@ -384,10 +381,10 @@ def test_a_listed_container_that_has_its_ids_does_not_wait() -> None:
     running, coming = pod("a", app(30, 2), created_at=2.0), pod("b", app(30, 2), created_at=1.0)
     ledger = empty()
     listing = listed(ledger, a=held("x", {ONE: 0b1}), b=None, c=None)
-    found = find_caller(ledger, listing, knows(running, coming).get, "core", 30, {})
+    found = find_caller(ledger, listing, knows(running, coming), "core", 30, {})
     assert found is not None
     assert found.pod == coming.key
-    assert find_caller(ledger, listing, knows(running).get, "core", 30, {}) is None
+    assert find_caller(ledger, listing, knows(running), "core", 30, {}) is None
 
 
 def test_the_newest_of_several_by_listing_then_by_creation() -> None:
@@ -395,7 +392,7 @@ def test_the_newest_of_several_by_listing_then_by_creation() -> None:
     listing = listed(empty(), a=None, b=None, c=None)
 
     def found(seen: Mapping[PodKey, int]) -> str:
-        caller = find_caller(empty(), listing, knows(*views).get, "core", 30, seen)
+        caller = find_caller(empty(), listing, knows(*views), "core", 30, seen)
         assert caller is not None
         assert caller.pod is not None
         return caller.pod[1]

@@ -1,11 +1,13 @@
-"""What a request of nvidia.com/gpu takes of a GPU, and what its container may use of it."""
+"""What a request of nvidia.com/gpu takes of a GPU and its container may use of it, and what a chain of containers needs."""
 
 from typing import Any
 
 import pytest
 
 from gpumgr.common.units import Amounts
-from gpumgr.placement.requests import ReplicaRequest
+from gpumgr.placement.pods import ContainerSpec
+from gpumgr.placement.requests import ReplicaRequest, chain_needs
+from tests.unit.ledger.nodes import app, init, sidecar
 
 MEBIBYTES = 4096
 BY_HAMI = (("GPU-a", 1024),)
@@ -42,3 +44,21 @@ def test_what_a_request_takes_and_may_use(request_: dict[str, Any], limit: tuple
 def test_a_gpu_without_reported_memory_is_granted_whole_or_by_what_is_named() -> None:
     assert ReplicaRequest(count=1).counted(0) == Amounts(100, 0)
     assert ReplicaRequest(count=1, memory_percent=50).counted(0) == Amounts(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("containers", "needs"),
+    [
+        ((app(30, 4),), (30, 4, 30)),
+        ((app(30, 4), app(50, 2)), (30, 4, 30)),
+        ((init(30, 4), app(50, 2)), (50, 4, 50)),
+        ((init(30, 4), init(40, 1), app(20, 6)), (40, 6, 40)),
+        ((init(30, 4), sidecar(10, 1), app(50, 4)), (60, 5, 50)),
+        ((init(30, 0), app(0, 2), app(30, 1)), (30, 1, 30)),
+        ((init(100, 0), app(100, 4), app(100, 4)), (100, 4, 100)),
+        ((), (0, 0, 0)),
+    ],
+)
+def test_what_a_chain_needs(containers: tuple[ContainerSpec, ...], needs: tuple[int, int, int]) -> None:
+    found = chain_needs(containers)
+    assert (found.cores, found.memory_blocks, found.most_cores) == needs

@@ -1,13 +1,22 @@
-"""An unattributed process is reported once when it stays, until it ends, also after samples that do not contain it."""
+"""An unattributed process is reported once when it stays, until it ends, also after samples that do not contain it.
+
+Which readings put a container over its limit is tested in tests/property.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import pytest
 
 from gpumgr.common.units import Process
-from gpumgr.ledger.node_use import NodeUse, UnattributedProcess, UnattributedSum
+from gpumgr.ledger.node_use import ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.use_changes import KnownProcess, KnownProcesses, update_unattributed
+from gpumgr.ledger.use_changes import (
+    KnownProcess,
+    KnownProcesses,
+    OverLimitState,
+    apply_readings,
+    update_unattributed,
+)
 
 
 def node(
@@ -71,3 +80,8 @@ def test_what_a_sample_does_not_show_is_not_reported_again(use: NodeUse, started
 
 def test_a_process_that_just_ended_is_not_reported() -> None:
     assert meet({}, node(("g0", 9))) == ({}, {})
+
+
+def test_whole_gpus_can_not_be_over_a_limit() -> None:
+    whole = ContainerUse(allocation="a", gpu="g0", uuid="GPU-g0", memory_limit_bytes=None, memory_bytes=10**12)
+    assert apply_readings(OverLimitState(), [whole], samples=1, slack_bytes=0).state == OverLimitState()
