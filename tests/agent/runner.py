@@ -1,16 +1,12 @@
-"""The real agent with a wrapped port or two: `python -m tests.agent.runner run ...` takes what `gpumgr run` takes.
+"""The real agent with two wrapped ports: `python -m tests.agent.runner run ...` takes what `gpumgr run` takes.
 
 DIE_AT=STEP or STEP:N   SIGKILLs itself at that step of an allocation (the Nth time it comes by).
-WALL_CLOCK=FILE         reads the time of day from that file, in unix seconds, when it exists.
 """
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from gpumgr.agent.writer import Agent
 from gpumgr.cli import main
@@ -41,9 +37,6 @@ class KillingCheckpoint(SqliteCheckpoint):
 
 
 class KillingAgent(Agent):
-    def __init__(self, **ports: Any) -> None:
-        super().__init__(**ports, wall_clock=_wall_clock)
-
     async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
         _pass("at_preference")
         chosen = await super().prefer(kind, available, must_include, size)
@@ -58,11 +51,6 @@ class KillingAgent(Agent):
         _pass("before_prestart")
         await super().pre_start(kind, device_ids)
         _pass("after_prestart")
-
-
-def _wall_clock() -> float:
-    file = os.environ.get("WALL_CLOCK")
-    return float(Path(file).read_text()) if file and Path(file).exists() else time.time()
 
 
 if __name__ == "__main__":

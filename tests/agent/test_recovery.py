@@ -1,4 +1,4 @@
-"""What a start finds: a corrupt checkpoint, gpu-manager's legacy, a disk that takes nothing more, a clock that was set back."""
+"""What a start finds: a corrupt checkpoint, gpu-manager's legacy, a disk that takes nothing more."""
 
 import json
 import resource
@@ -11,12 +11,12 @@ import pytest
 from gpumgr.common.units import VCUDA_NAMES
 from gpumgr.ledger.store import NAME
 from gpumgr.sim.demo.node import SimulatedNode
-from gpumgr.sim.kubelet import SimKubeletError, SimPod
+from gpumgr.sim.kubelet import SimPod
 from tests.background import until
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
-from .stage import BLOCKS, HASTY, RUNNER, app, essence, init, probe, running, stage
+from .stage import HASTY, app, essence, init, probe, running, stage
 
 
 async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(folder: Path) -> None:
@@ -145,24 +145,6 @@ async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder
         assert node.agent.pid == pid
 
 
-async def test_a_wall_clock_that_is_set_back_has_no_effect(folder: Path) -> None:
-    clock = folder / "clock"
-    async with stage(folder, command=RUNNER, api_server=False) as node:
-        await node.start_agent({"WALL_CLOCK": str(clock)})
-        for number, now in enumerate([1_800_000_000, 1_000_000_000, 1_900_000_000, 1.0]):
-            clock.write_text(str(now))
-            sizes = [app(100), app(30, 4)] if number == 0 else [app(20, 2)]
-            for place, container in enumerate(sizes):
-                assert (await node.run(node.pod(f"p{number}{place}", container))).phase == "Running"
-        assert node.disagreements() == []
-        before = node.ledger()
-        await node.agent.kill()
-        await node.start_agent({"WALL_CLOCK": str(clock)})
-        assert node.ledger() == before
-        for pod in list(node.pods.values()):
-            await node.kubelet.start_container(pod, "main")
-
-
 async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
     async with running(folder) as node:
         await node.run(node.pod("a", app(30, 4)))
@@ -175,14 +157,3 @@ async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
         assert node.agent_log.find("checkpoint_set_aside") == []
         assert node.agent_log.find("history_damaged")
         assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
-
-
-async def test_an_id_that_was_never_offered_is_refused_at_the_containers_start(folder: Path) -> None:
-    async with stage(folder) as node:
-        unoffered = node.pod("unoffered", app(100, BLOCKS))
-        cores, blocks = ({f"0badc0de-{letter}{n:02}": None for n in range(100)} for letter in "cm")
-        async with GooglePlugin(node.kubelet, dict(cores), dict(blocks)):
-            assert (await node.run(unoffered)).phase == "Running"
-        await node.start_agent()
-        with pytest.raises(SimKubeletError, match="this node never offered"):
-            await node.kubelet.start_container(unoffered, "main")

@@ -11,6 +11,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.history import Candidate, HistoryEntry, What
 from gpumgr.ledger.ledger import Allocation
+from gpumgr.sim.kubelet_pods import SimPod
 from tests.background import background, until
 from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import NotedCheckpoint, Refused, World
@@ -93,7 +94,7 @@ async def test_a_start_with_unknown_ids_is_recorded_once_in_any_order_of_ids() -
     unknown = ["deadbeef-c00", "deadbeef-c01"]
     nobodys, others = (["00000000-c00", "00000000-c01"], ["00000000-c02", "00000000-c03"])
     for ids in (unknown, nobodys, others, nobodys[::-1], unknown[::-1], others, nobodys):
-        with pytest.raises(Refusal):
+        with pytest.raises(Refusal, match="this node never offered" if ids[0] in unknown else "core ids"):
             await world.agent.pre_start("core", ids)
     told = world.agent_state.history.entries()
     assert [(entry.code, entry.pod) for entry in told] == [("unknown_device", None), ("conflict", None), ("conflict", None)]
@@ -133,3 +134,16 @@ async def test_after_a_restart_entries_of_running_pods_are_kept_and_no_number_is
     assert again.entries()[-1].number > first.entries()[-1].number
     again.add(HistoryEntry(at=5.0, what="freed", id="b"))
     assert [entry.what for entry in again.entries()] == ["event", "event", "freed"]
+
+
+async def test_a_wall_clock_that_is_set_back_has_no_effect_on_the_ledger() -> None:
+    world, pods = await World.made(), list[SimPod]()
+    for number, world.wall in enumerate((1.8e9, 1.0e9, 1.9e9, 1.0)):
+        for cores in (20, 100) if number == 0 else (20,):
+            pods.append(await world.run(world.pod(f"p{number}-{cores}", app(cores, 2))))
+    world.check_names()
+    before = world.ledger
+    await world.restart()
+    assert world.ledger == before
+    for pod in pods:
+        await world.start(pod)
