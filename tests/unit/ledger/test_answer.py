@@ -66,7 +66,7 @@ def driver_mounts(answer: ContainerResponse) -> dict[str, str]:
 
 
 #: Options of the host -> whether the driver's files are mounted, and the container's environment; the devices' names in place of {}.
-WAYS = {
+WAYS: dict[str, tuple[dict[str, Any], bool, dict[str, str]]] = {
     "mounted": ({}, True, {"NVIDIA_VISIBLE_DEVICES": "{}"}),
     "mounted, though a toolkit may be there": ({"toolkit": True}, True, {"NVIDIA_VISIBLE_DEVICES": "void"}),
     "the toolkit brings them": ({"mounted": False, "toolkit": True}, False, {"NVIDIA_VISIBLE_DEVICES": "{}"}),
