@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, cast
+from unittest.mock import Mock
 
 from msgspec.structs import replace
 
@@ -27,11 +28,11 @@ from gpumgr.ledger.tables import decode_allocation, encode_allocation
 from gpumgr.placement.devices import GpuProcess, GpuSample, NodeSample
 from gpumgr.placement.pods import PodView
 from gpumgr.runtime.containers import Containers
-from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
+from gpumgr.runtime.memory_limit_watcher import LimitMeter, Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
 from gpumgr.settings.schema import EnforcementSettings
-from tests.component.runtime.accounting.node import MemoryMeter, MemoryRuntime
+from tests.component.runtime.accounting.node import MemoryRuntime
 from tests.component.stage.stage import MemoryPods, snapshot
 from tests.unit.agent.world import ClockLoop
 from tests.unit.ledger.nodes import app, pod
@@ -253,7 +254,7 @@ class Agent:
             owners=ProcessOwners(cast("Containers", runtime), clock=clock, timeout_seconds=0.5),
             backends=gpu,
             evictor=None,
-            meter=MemoryMeter(),
+            meter=Mock(spec=LimitMeter),
             settings=EnforcementSettings(
                 over_limit_samples=1,
                 over_limit_slack_mebibytes=0,

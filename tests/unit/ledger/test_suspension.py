@@ -95,6 +95,12 @@ RESUMED = Suspension(state="running", demanded=True)
 WORKED = Activity(1, 100.0)
 
 
+def test_a_demand_without_memory_on_the_gpu_is_refused() -> None:
+    unused = replace(USE, memory_bytes=0)
+    found = next_step(view(suspend=True), None, [unused], WORKED, now=200.0, default_seconds=0.0)
+    assert found == (None, "it has no memory on the GPU")
+
+
 @pytest.mark.parametrize(
     ("fields", "known", "step", "why"),
     [

@@ -1,32 +1,42 @@
-"""MemoryLimitWatcher and in-memory implementations of its ports."""
+"""MemoryLimitWatcher on a node of two GPUs with 2 GiB each, and in-memory implementations of its ports."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock, patch
 
+import pytest
 from msgspec.structs import replace
 
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
 from gpumgr.agent.ports import Eviction, Finding, RunningContainer
 from gpumgr.agent.state import AgentState, DeviceListPublisher
-from gpumgr.common.errors import CriError
+from gpumgr.common.errors import CriError, Refusal
 from gpumgr.common.units import Process, Resource
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.ledger.node_use import AllocationOnGpu, Container, NodeUse, TurnUse
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension, Verb
 from gpumgr.placement.devices import NodeSample
-from gpumgr.placement.pods import PodKey
+from gpumgr.placement.pods import PodKey, PodView, ResizeRequest
+from gpumgr.runtime import bursts
 from gpumgr.runtime.containers import Containers
-from gpumgr.runtime.memory_limit_watcher import Mechanisms, MemoryLimitWatcher
+from gpumgr.runtime.memory_limit_watcher import LimitMeter, Mechanisms, MemoryLimitWatcher
 from gpumgr.runtime.process_owners import ProcessOwners
 from gpumgr.runtime.suspend_parts import Parts
 from gpumgr.settings.schema import EnforcementSettings
 from tests.component.stage.stage import Clock, MemoryCheckpoint, MemoryPods
-from tests.unit.web.metrics.pictures import view_of
+from tests.unit.ledger.samples import MIB, container, sample
+from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, view_of
+
+GPU, GPU1 = name_of(0), name_of(1)
+WEB, TRAIN, THIRD = ("team", "web"), ("team", "train"), ("team", "third")
+#: Allocation -> its pod, and the process of its container.
+PODS: Mapping[str, PodKey] = {"a": WEB, "t": TRAIN, "b": THIRD}
+PIDS: Mapping[str, int] = {"a": 11, "t": 21, "b": 31}
 
 
 class RecordingState(AgentState):
@@ -165,47 +175,6 @@ class MemoryEvictor:
 
 
 @dataclass
-class MemoryMeter:
-    over: int = 0
-    evictions: int = 0
-    findings: list[tuple[str, str]] = field(default_factory=list)
-    moves: list[tuple[str, int]] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-
-    def went_over(self) -> None:
-        self.over += 1
-
-    def evicted(self) -> None:
-        self.evictions += 1
-
-    def found(self, backend: str, code: str) -> None:
-        self.findings.append((backend, code))
-
-    def moved(self, operation: str, seconds: float, memory_bytes: int) -> None:  # noqa: ARG002
-        self.moves.append((operation, memory_bytes))
-
-    def resumed(self, waited_seconds: float) -> None:
-        self.waits.append(waited_seconds)
-
-
-@dataclass
-class MemoryHost:
-    """`ended`: processes that are gone. Every process' start time is its pid times 10."""
-
-    ended: set[int]
-    left: HostMemory = field(default_factory=HostMemory)
-
-    def start_times(self, pids: Collection[int]) -> Mapping[int, int]:
-        return started({pid for pid in pids if pid not in self.ended})
-
-    def runs(self, process: Process, /) -> bool:
-        return process[0] not in self.ended
-
-    def memory_left(self, containers: Sequence[Container]) -> HostMemory:  # noqa: ARG002
-        return self.left
-
-
-@dataclass
 class MemoryMover:
     """Records the operations. `answers`: what the next ones do; None: they succeed once `ends` is set."""
 
@@ -226,43 +195,50 @@ class MemoryMover:
 
 
 class Node:
-    """One MemoryLimitWatcher with its ports. Every process' start time is its pid times 10."""
+    """One MemoryLimitWatcher with its ports. Each process' start time is its pid times 10. `settings`: those of `enforcement`."""
 
-    def __init__(self, *allocations: Allocation, evict: bool = False, standalone: bool = False, samples: int = 3) -> None:
+    def __init__(self, *allocations: Allocation, standalone: bool = False, driver: str = "580.95.05", **settings: Any) -> None:
         view = view_of(*allocations)
         self.clock = Clock()
-        self.agent_state = RecordingState(view.ledger, view.inventory, self.clock)
+        inventory = replace(view.inventory, snapshot=replace(view.inventory.snapshot, driver_version=driver))
+        self.agent_state = RecordingState(view.ledger, inventory, self.clock)
         self.pods, self.runtime, self.backends = MemoryPods(), MemoryRuntime(), MemoryBackends()
-        self.publisher, self.meter = MemoryEvictor(), MemoryMeter()
-        publisher = None if standalone else self.publisher
-        self.host, self.mover = MemoryHost(self.runtime.ended), MemoryMover()
+        self.publisher, self.meter = MemoryEvictor(), Mock(spec=LimitMeter)
+        self.mover, self.host_memory = MemoryMover(), HostMemory()
         self.owners = ProcessOwners(cast("Containers", self.runtime), clock=self.clock, timeout_seconds=60.0)
         #: How many operations need samples soon.
         self.awaited = 0
+        self._settings = EnforcementSettings(**{"over_limit_samples": 3, "over_limit_slack_mebibytes": 0, **settings})
         self.memory_watcher = MemoryLimitWatcher(
             agent_state=self.agent_state,
             pods=self.pods,
             owners=self.owners,
             backends=self.backends,
-            evictor=publisher,
+            evictor=None if standalone else self.publisher,
             meter=self.meter,
-            settings=EnforcementSettings(over_limit_samples=samples, over_limit_slack_mebibytes=0, evict=evict),
+            settings=self._settings,
             suspending=Parts(
                 machine="x86_64",
-                start_times=lambda pids: self.host.start_times(pids),
-                runs=lambda process: self.host.runs(process),
-                memory_left=lambda containers: self.host.memory_left(containers),
+                start_times=lambda pids: started({pid for pid in pids if pid not in self.runtime.ended}),
+                runs=self.runtime.runs,
+                memory_left=lambda _: self.host_memory,
                 move=self.mover.move,
                 pages=self.backends,
                 sampling_soon=self.sampling_soon,
             ),
         )
+        self.make_room = self.memory_watcher.bursts.make_room
 
     @contextmanager
     def sampling_soon(self) -> Iterator[None]:
         self.awaited += 1
         yield
         self.awaited -= 1
+
+    def apply(self, **settings: Any) -> None:
+        """These settings change."""
+        self._settings = replace(self._settings, **settings)
+        self.memory_watcher.apply(self._settings)
 
     def set_timeout(self, seconds: float) -> None:
         """How long evaluations wait for the runtime and the backends from now on."""
@@ -276,6 +252,18 @@ class Node:
         ] + [container]
         self.runtime.inside[container.id] = pids
 
+    def demands(self, letter: str, *, limit: int | None = None, resize: ResizeRequest | None = None, **fields: Any) -> None:
+        """The pod of this container has these annotations now. `limit`: its highest burst, in MiB."""
+        namespace, name = PODS[letter]
+        view = PodView(
+            namespace=namespace,
+            name=name,
+            uid=f"uid-{letter}",
+            memory_limits=() if limit is None else (("main", limit),),
+            resizes=() if resize is None else (("main", resize),),
+        )
+        self.pods.views[view.key] = replace(view, **fields)
+
     @property
     def use(self) -> NodeUse:
         """The latest evaluation."""
@@ -283,9 +271,23 @@ class Node:
         return self.memory_watcher.use
 
     @property
+    def amounts(self) -> dict[str, tuple[int, int]]:
+        """Allocation -> the cores and MiB of its first GPU that the mechanisms got last."""
+        tenants = (each.tenant for each, _ in self.backends.seen[-1][1])
+        return {each.allocation: (each.gpus[0].cores, each.gpus[0].limit_bytes // MIB) for each in tenants}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The same without the cores."""
+        return {name: mebibytes for name, (_, mebibytes) in self.amounts.items()}
+
+    @property
     def told(self) -> list[HistoryEntry]:
         """The history's entries, which become events of pods."""
         return list(self.agent_state.history.entries())
+
+    def events(self, code: str) -> list[str]:
+        return [entry.why for entry in self.told if entry.code == code]
 
     def holds(self, allocation: Allocation) -> None:
         self.agent_state.ledger = self.agent_state.ledger.occupy(allocation)
@@ -295,9 +297,24 @@ class Node:
 
     async def start(self, allocation: Allocation) -> asyncio.Task[None]:
         """Begins the start of this container, which may wait for memory."""
-        begun = asyncio.create_task(self.memory_watcher.bursts.make_room(allocation))
+        begun = asyncio.create_task(self.make_room(allocation))
         await breathe()
         return begun
+
+    async def starts_with_sample(self, number: int, allocation: Allocation, sample: NodeSample) -> None:
+        """The start of this container waits for so many evaluations."""
+        start = await self.start(allocation)
+        for _ in range(number):
+            assert not start.done()
+            await self.sampled(sample)
+        assert start.done()
+        await start
+
+    async def refusal(self, allocation: Allocation) -> str:
+        """Why this container does not start within 10 ms."""
+        with impatient(), pytest.raises(Refusal) as refusal:
+            await self.make_room(allocation)
+        return str(refusal.value)
 
     async def sampled(self, node: NodeSample, *, times: int = 1, after_seconds: float = 1.0, gone: Collection[int] = ()) -> None:
         """Evaluations of this sample, one a second; tasks that wait for them have run at the end."""
@@ -306,6 +323,33 @@ class Node:
             self.clock.now += after_seconds
             await self.memory_watcher.evaluate(node, started(pids - set(gone)))
             await breathe()
+
+
+def node_of(*allocations: Allocation, **options: Any) -> Node:
+    """These containers run. One sample above its limit makes a container go over it."""
+    node = Node(*allocations, **{"over_limit_samples": 1, **options})
+    for each in allocations:
+        assert each.pod is not None
+        node.demands(each.id)
+        node.runs(container(each.id, each.pod), PIDS[each.id])
+    return node
+
+
+def share(letter: str, blocks: int, *, cores: int = 0b1, mechanism: str = "limiter") -> Allocation:
+    """A share of GPU 0. `blocks`, `cores`: masks."""
+    return replace(allocation(letter, PODS[letter], cores={0: cores}, blocks={0: blocks}), mechanisms=(mechanism,))
+
+
+def uses(**mebibytes: int) -> NodeSample:
+    """One sample of GPU 0, with what is in use on it. No kernel runs."""
+    found = sample({PIDS[each]: size * MIB for each, size in mebibytes.items()}, ratios={PIDS[each]: 0.0 for each in mebibytes})
+    gpu = replace(found.gpus[uuid_of(0)], memory_used_bytes=sum(mebibytes.values()) * MIB)
+    return NodeSample(gpus={uuid_of(0): gpu})
+
+
+def impatient() -> AbstractContextManager[object]:
+    """Starts wait for 10 ms at most."""
+    return patch.object(bursts, "_ROOM_SECONDS", 0.01)
 
 
 def started(pids: Collection[int]) -> Mapping[int, int]:

@@ -12,24 +12,18 @@ from gpumgr.ledger.ledger import Allocation, ClaimRequest
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.runtime.container_events import SAME_FINDING_SECONDS
-from gpumgr.settings.schema import EnforcementSettings
+from gpumgr.runtime.process_owners import LONG_SECONDS, BackgroundCall
 from tests.unit.ledger.samples import MIB, container, sample
-from tests.unit.web.metrics.pictures import allocation, name_of, uuid_of, whole
+from tests.unit.web.metrics.pictures import allocation, uuid_of, whole
 
-from .node import Node, breathe
+from .node import GPU, GPU1, THIRD, TRAIN, WEB, Node, breathe, share
 
-WEB, TRAIN = ("team", "web"), ("team", "train")
-GPU0, GPU1 = name_of(0), name_of(1)
 LIMIT = 2 * BLOCK_BYTES
-
-
-def share(letter: str = "a", pod: tuple[str, str] = WEB, *, gpu: int = 0) -> Allocation:
-    held = allocation(letter, pod, cores={gpu: 0b11111}, blocks={gpu: 0b11})
-    return replace(held, mechanisms=("hami-core",))
+A = share("a", 0b11, cores=0b11111, mechanism="hami-core")
 
 
 def sharing(*, evict: bool = False, standalone: bool = False) -> Node:
-    node = Node(share(), evict=evict, standalone=standalone)
+    node = Node(A, evict=evict, standalone=standalone)
     node.runs(container("a", WEB), 10, 11, 12)
     return node
 
@@ -41,7 +35,7 @@ async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> 
     node = sharing()
     node.pods.views[WEB] = PodView(namespace="team", name="web", uid="uid-a", core_limit=50)
     await node.sampled(sample({11: 5 * MIB}, {}, ratios={11: 0.5}))
-    assert node.use.containers["a", GPU0].memory_bytes == 5 * MIB
+    assert node.use.containers["a", GPU].memory_bytes == 5 * MIB
     assert [what for what, _ in node.backends.seen] == ["observe", "adjust"]
     ((running, mechanisms),) = node.backends.seen[0][1]
     assert mechanisms == ("hami-core",)
@@ -54,7 +48,7 @@ async def test_a_shares_use_and_its_running_container_reach_the_mechanisms() -> 
 
 async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> None:
     claim = ClaimRequest(uid="u", namespace="team", name="c", request="gpu")
-    node = Node(replace(share(), claim=claim))
+    node = Node(replace(A, claim=claim))
     for letter, pod in (("a", WEB), ("t", TRAIN)):
         uses = (ClaimUse(container="main", claim="c"),)
         node.pods.views[pod] = PodView(namespace=pod[0], name=pod[1], uid=f"uid-{letter}", claims=uses)
@@ -62,14 +56,14 @@ async def test_all_containers_of_a_shared_claim_count_for_its_allocation() -> No
     node.runs(container("t", TRAIN), 20, 21)
     await node.sampled(sample({11: LIMIT // 2, 21: LIMIT // 2}, {}), times=4)
     assert not node.use.unattributed
-    assert node.use.containers["a", GPU0].processes == {11: LIMIT // 2, 21: LIMIT // 2}
+    assert node.use.containers["a", GPU].processes == {11: LIMIT // 2, 21: LIMIT // 2}
     assert not node.memory_watcher.over
     ((running, _),) = node.backends.seen[0][1]
     assert {each.id for each in running.containers} == {"a0" * 32, "t0" * 32}
     assert running.pids == (10, 11, 20, 21)
     assert running.gpu_pids == {11, 21}
     await node.sampled(sample({11: LIMIT // 2, 21: LIMIT}, {}), times=4)
-    assert node.memory_watcher.over == {("a", GPU0)}
+    assert node.memory_watcher.over == {("a", GPU)}
 
 
 async def test_annotations_of_another_pod_of_the_same_name_do_not_count() -> None:
@@ -89,10 +83,10 @@ async def test_the_newest_start_of_a_container_is_the_one_that_runs() -> None:
 
 
 async def test_a_container_that_does_not_run_yet_is_not_observed() -> None:
-    node = Node(share())
+    node = Node(A)
     await node.sampled(sample({}, {}))
     assert node.backends.seen == [("observe", []), ("adjust", [])]
-    assert node.use.containers["a", GPU0].process_count == 0
+    assert node.use.containers["a", GPU].process_count == 0
 
 
 async def test_a_process_that_came_after_its_cgroup_was_read_is_among_the_containers() -> None:
@@ -108,14 +102,14 @@ async def test_a_process_whose_leader_has_no_start_time_is_still_its_containers(
     """A tenant can't hide by ending its first thread: such a process looks dead in /proc and is in its cgroup."""
     node = sharing()
     await node.sampled(sample({11: 5}, {}), gone={11})
-    assert node.use.containers["a", GPU0].memory_bytes == 5
+    assert node.use.containers["a", GPU].memory_bytes == 5
 
 
 async def test_processes_are_looked_up_once_and_again_while_the_runtime_does_not_answer() -> None:
-    node = Node(share(), whole("t", TRAIN, 1))
+    node = Node(A, whole("t", TRAIN, 1))
     node.runtime.unavailable = True
     await node.sampled(sample({}, {21: 7}))
-    assert (node.use.unknown, len(node.use.unattributed)) == (frozenset({(name_of(1), 21)}), 0)
+    assert (node.use.unknown, len(node.use.unattributed)) == (frozenset({(GPU1, 21)}), 0)
     node.runtime.unavailable = False
     node.runtime.elsewhere[21] = container("t", TRAIN)
     for _ in range(3):
@@ -132,35 +126,13 @@ async def test_unreadable_cgroups_are_reported_once_and_processes_are_looked_up_
     with capture_logs() as logs:
         await node.sampled(sample({11: 5}, {}), times=3)
     assert [entry["event"] for entry in logs] == ["container_processes_unknown"]
-    assert node.use.containers["a", GPU0].memory_bytes == 5
-
-
-# -- how often -----------------------------------------------------------------------------------------------------------------
-
-
-async def test_the_use_of_a_whole_gpu_container_is_as_recent_as_its_gpus_sample() -> None:
-    node = Node(whole("t", TRAIN, 0))
-    node.runtime.elsewhere[21] = container("t", TRAIN)
-    assert not node.memory_watcher.needs_process_utilization()
-    for used in range(1, 4):
-        await node.sampled(sample({21: used}, {}))
-        assert node.use.containers["t", GPU0].memory_bytes == used
-
-
-async def test_a_share_is_observed_from_its_first_second_on() -> None:
-    node = Node(whole("t", TRAIN, 1))
-    await node.sampled(sample({}, {}))
-    node.holds(share())
-    node.runs(container("a", WEB), 11)
-    assert node.memory_watcher.needs_process_utilization()
-    await node.sampled(sample({11: 5}, {}))
-    assert node.use.containers["a", GPU0].memory_bytes == 5
+    assert node.use.containers["a", GPU].memory_bytes == 5
 
 
 @pytest.mark.parametrize("record", ["of gpu-manager", "before its memory call"])
 async def test_a_record_without_a_limit_of_ours_can_not_be_over(record: str) -> None:
     without = replace(allocation("a", WEB, cores={0: 0b11111}), mechanisms=("hami-core",))
-    node = Node(replace(share(), anonymous=True) if record == "of gpu-manager" else without)
+    node = Node(replace(A, anonymous=True) if record == "of gpu-manager" else without)
     assert node.memory_watcher.needs_process_utilization() == (record != "of gpu-manager")
     node.runs(container("a", WEB), 11)
     await node.sampled(sample({11: 10 * LIMIT}, {}), times=5)
@@ -170,7 +142,7 @@ async def test_a_record_without_a_limit_of_ours_can_not_be_over(record: str) -> 
 async def test_ended_containers_are_no_longer_observed() -> None:
     node = sharing()
     await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
-    assert node.memory_watcher.over == {("a", GPU0)}
+    assert node.memory_watcher.over == {("a", GPU)}
     node.frees("a")
     assert not node.use.containers
     assert not node.memory_watcher.over
@@ -184,11 +156,11 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     node = sharing()
     with capture_logs() as logs:
         await node.sampled(sample({11: LIMIT, 12: 300 * MIB}, {}), times=5)
-    assert node.memory_watcher.over == {("a", GPU0)}
-    assert node.meter.over == 1
+    assert node.memory_watcher.over == {("a", GPU)}
+    assert node.meter.went_over.call_count == 1
     (told,) = node.told
     assert (told.what, told.id, told.pod, told.pod_uid, told.container) == ("event", "a", WEB, "uid-a", "main")
-    assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU0,), 7.0)
+    assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU,), 7.0)
     assert f"may use 512 MiB of memory on {uuid_of(0)}, and used more than this plus the tolerance of 0 MiB" in told.why
     assert "evicted" not in told.why
     assert not node.publisher.evictions
@@ -198,12 +170,12 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
 
 
 async def test_a_container_is_over_its_memory_on_one_of_its_gpus() -> None:
-    parts = {GPU0: Amounts(20, 256), GPU1: Amounts(70, 512)}
+    parts = {GPU: Amounts(20, 256), GPU1: Amounts(70, 512)}
     node = Node(Allocation(id="a", pod=WEB, uid="uid-a", container="main", gpus=parts, mechanisms=("hami-core",)))
     node.runs(container("a", WEB), 11, 12)
     await node.sampled(sample({11: 300 * MIB}, {12: 300 * MIB}), times=3)
-    assert node.memory_watcher.over == {("a", GPU0)}
-    assert [told.gpus for told in node.told] == [(GPU0,)]
+    assert node.memory_watcher.over == {("a", GPU)}
+    assert [told.gpus for told in node.told] == [(GPU,)]
     ((running, _),) = node.backends.seen[0][1]
     assert running.gpu_pids == {11, 12}
 
@@ -216,7 +188,7 @@ async def test_the_return_below_the_limit_is_reported_too_and_each_crossing_has_
             await node.sampled(sample({11: used}, {}), times=3)
     assert not node.memory_watcher.over
     assert [entry["event"] for entry in logs] == ["container_over_limit", "container_within_limit"] * 3
-    assert (node.meter.over, len(node.told), len({told.why for told in node.told})) == (3, 3, 1)
+    assert (node.meter.went_over.call_count, len(node.told), len({told.why for told in node.told})) == (3, 3, 1)
 
 
 async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() -> None:
@@ -224,7 +196,7 @@ async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() 
     await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60, times=60)
     assert list(node.publisher.wanted) == ["uid-a"]
     assert node.publisher.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
-    assert node.meter.evictions == 1
+    assert node.meter.evicted.call_count == 1
     over, evicted = node.told
     assert "; the pod is evicted" in over.why
     assert (evicted.what, evicted.code, evicted.id, evicted.pod, evicted.pod_uid) == ("event", "GpuPodEvicted", "a", WEB, "uid-a")
@@ -232,7 +204,7 @@ async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() 
 
 
 async def test_a_user_of_a_claim_whose_first_user_has_ended_is_evicted() -> None:
-    node = Node(replace(share(), claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")), evict=True)
+    node = Node(replace(A, claim=ClaimRequest(uid="u", namespace="team", name="c", request="gpu")), evict=True)
     uses = (ClaimUse(container="main", claim="c"),)
     node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", claims=uses)
     node.runs(container("t", TRAIN), 20, 21)
@@ -242,9 +214,9 @@ async def test_a_user_of_a_claim_whose_first_user_has_ended_is_evicted() -> None
 
 
 async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() -> None:
-    node = Node(share(), share("b", TRAIN), evict=True)
+    node = Node(A, share("b", 0b1100), evict=True)
     node.runs(container("a", WEB), 11)
-    node.runs(container("b", TRAIN), 21)
+    node.runs(container("b", THIRD), 21)
     both = sample({11: LIMIT + 1, 21: LIMIT + 1}, {})
     await node.sampled(both, times=3)
     assert [uid for _, uid, _ in node.publisher.evictions] == ["uid-a", "uid-b"]
@@ -260,7 +232,7 @@ async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() 
 async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes() -> None:
     node = sharing(evict=True)
     await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
-    node.memory_watcher.apply(EnforcementSettings(over_limit_samples=3, over_limit_slack_mebibytes=0))
+    node.apply(evict=False)
     await node.sampled(sample({11: LIMIT + 1}, {}))
     assert node.publisher.withdrawn == ["uid-a"]
 
@@ -270,12 +242,12 @@ async def test_without_an_api_server_no_pod_is_evicted() -> None:
     with capture_logs() as logs:
         await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     assert [entry["event"] for entry in logs] == ["container_over_limit", "not_evicted"]
-    assert node.meter.evictions == 0
+    assert node.meter.evicted.call_count == 0
     assert [told.code for told in node.told] == ["GpuMemoryOverLimit"]
 
 
 async def test_the_uid_comes_from_the_runtime_where_the_ledger_has_none() -> None:
-    node = Node(replace(share(), uid=None), evict=True)
+    node = Node(replace(A, uid=None), evict=True)
     node.runs(container("a", WEB), 11)
     await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(WEB, "uid-a")]
@@ -295,8 +267,8 @@ async def test_an_unattributed_process_is_logged_once_if_it_stays() -> None:
         await node.sampled(sample({99: 5}, {99: 6}))
         await node.sampled(sample({}, {}))
     assert [entry["event"] for entry in logs] == ["gpu_process_unattributed"]
-    assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU0, name_of(1)), 11)
-    assert node.use.gpus[GPU0].processes == 0
+    assert (logs[0]["pid"], logs[0]["gpus"], logs[0]["memory_bytes"]) == (99, (GPU, GPU1), 11)
+    assert node.use.gpus[GPU].processes == 0
 
 
 async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed() -> None:
@@ -305,22 +277,9 @@ async def test_a_process_that_has_ended_since_it_was_listed_is_not_unattributed(
     with capture_logs() as logs:
         await node.sampled(sample({99: 5}, {}))
         assert not node.use.unattributed
-        assert node.use.unknown == {(GPU0, 99)}
+        assert node.use.unknown == {(GPU, 99)}
         await node.sampled(sample({}, {}))
     assert not logs
-
-
-async def test_a_process_of_the_last_container_is_reported_if_it_stays() -> None:
-    node = Node(share())
-    node.runs(container("a", WEB), 11)
-    with capture_logs() as logs:
-        await node.sampled(sample({11: LIMIT}, {}))
-        node.frees("a")
-        await node.sampled(sample({11: LIMIT}, {}))
-        assert node.use.unattributed
-        assert not logs
-        await node.sampled(sample({11: LIMIT}, {}), after_seconds=EXPECTED_SECONDS)
-    assert [entry["event"] for entry in logs] == ["gpu_process_unattributed"]
 
 
 # -- findings ------------------------------------------------------------------------------------------------------------------
@@ -335,7 +294,7 @@ async def test_a_finding_is_reported_once_and_repaired_afterwards() -> None:
     node.backends.findings = [finding("tampered"), finding("broken"), finding(of="z")]  # the last one's has ended
     with capture_logs() as logs:
         await node.sampled(sample({}, {}), times=3)
-    assert node.meter.findings == [("hami-core", "tampered"), ("hami-core", "broken")]
+    assert [each.args for each in node.meter.found.call_args_list] == [("hami-core", "tampered"), ("hami-core", "broken")]
     assert [(told.pod_uid, told.code, told.why) for told in node.told] == [
         ("uid-a", "GpuLimitTampered", "it was tampered"),
         ("uid-a", "GpuLimitBroken", "it was broken"),
@@ -362,16 +321,16 @@ async def test_a_recurring_finding_is_reported_again_only_after_a_while() -> Non
 
 
 async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts() -> None:
-    node = Node(share(), whole("t", TRAIN, 1))
+    node = Node(A, whole("t", TRAIN, 1))
     node.runs(container("a", WEB), 11)
     node.runtime.elsewhere[21] = container("t", TRAIN)
     await node.sampled(sample({11: 1}, {21: 1}))
     node.runtime.answers.clear()
     node.set_timeout(0.05)
     await node.sampled(sample({11: 2}, {21: 2, 22: 3}), times=3)
-    assert node.use.containers["a", GPU0].memory_bytes == 2
-    assert node.use.containers["t", name_of(1)].memory_bytes == 2
-    assert node.use.unknown == {(name_of(1), 22)}
+    assert node.use.containers["a", GPU].memory_bytes == 2
+    assert node.use.containers["t", GPU1].memory_bytes == 2
+    assert node.use.unknown == {(GPU1, 22)}
     assert node.runtime.ticks == 2
     assert node.runtime.asked == [21, 22]
     node.runtime.elsewhere[22] = container("t", TRAIN)
@@ -379,7 +338,7 @@ async def test_a_runtime_that_hangs_delays_one_sample_and_the_last_list_counts()
     node.set_timeout(60)
     await breathe()
     await node.sampled(sample({11: 2}, {21: 2, 22: 3}))
-    assert node.use.containers["t", name_of(1)].memory_bytes == 5
+    assert node.use.containers["t", GPU1].memory_bytes == 5
     await node.memory_watcher.close()
 
 
@@ -390,7 +349,7 @@ async def test_a_mechanism_that_hangs_is_not_called_twice_at_once() -> None:
     for used in (1, 2, 3):
         await node.sampled(sample({11: used}, {}))
     assert [what for what, _ in node.backends.seen] == ["observe"]
-    assert node.use.containers["a", GPU0].memory_bytes == 3
+    assert node.use.containers["a", GPU].memory_bytes == 3
     node.backends.ready.set()
     node.set_timeout(60)
     await breathe()
@@ -423,3 +382,22 @@ async def test_close_cancels_the_background_calls() -> None:
     assert {task.get_name() for task in asyncio.all_tasks()} >= out
     await node.memory_watcher.close()
     assert not {task.get_name() for task in asyncio.all_tasks()} & out
+
+
+async def test_a_call_that_takes_long_is_logged_once() -> None:
+    now, never = [0.0], asyncio.Event()
+    call = BackgroundCall("look", clock=lambda: now[0])
+
+    async def work() -> None:
+        await never.wait()
+
+    with capture_logs() as lines:
+        await call.start(work, timeout_seconds=0)
+        now[0] = LONG_SECONDS - 1
+        await call.start(work, timeout_seconds=0)
+        assert lines == []
+        now[0] = LONG_SECONDS + 1
+        await call.start(work, timeout_seconds=0)
+        await call.start(work, timeout_seconds=0)
+    assert [(line["event"], line["call"]) for line in lines] == [("background_call_takes_long", "look")]
+    await call.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,45 +14,43 @@ from gpumgr.ledger.ledger import Allocation, MigDevice
 from gpumgr.ledger.node_use import TurnUse
 from gpumgr.ledger.suspension import HostMemory, Moved, State, Suspension
 from gpumgr.placement.devices import NodeSample
-from gpumgr.placement.pods import PodView, ResizeRequest
+from gpumgr.placement.pods import ResizeRequest
 from gpumgr.runtime import suspensions
-from gpumgr.settings.schema import EnforcementSettings
 from tests.background import background
-from tests.unit.ledger.samples import container
-from tests.unit.web.metrics.pictures import allocation, name_of
+from tests.unit.ledger.samples import MIB, container
+from tests.unit.web.metrics.pictures import allocation
 
-from .node import Node, breathe
-from .test_bursts import GPU, PIDS, TRAIN, WEB, A, T, limits, rule, share, uses
-
-MIB = 1 << 20
+from .node import GPU, GPU1, PIDS, THIRD, WEB, Node, breathe, node_of, share, uses
+from .test_bursts import A, T
 
 
-async def inline(work: Callable[..., object], *arguments: object) -> object:
-    return work(*arguments)
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspensions, "HOLD_SECONDS", 0.0)
-    monkeypatch.setattr(asyncio, "to_thread", inline)
-
-
-def demanding(node: Node, **fields: object) -> None:
-    node.pods.views[WEB] = replace(PodView(namespace="team", name="web", uid="uid-a"), **fields)
-
-
-def with_driver(node: Node, version: str = "580.95.05") -> Node:
-    inventory = node.agent_state.inventory
-    node.agent_state.inventory = replace(inventory, snapshot=replace(inventory.snapshot, driver_version=version))
-    return node
-
-
-def running(*, mechanism: str = "limiter", **fields: object) -> Node:
+def running(*, mechanism: str = "limiter", driver: str = "580.95.05", **fields: Any) -> Node:
     """The pod of `a` has these fields; its process uses 500 MiB."""
-    node = with_driver(Node(share("a", WEB, 0b11, mechanism)))
-    demanding(node, **fields)
-    node.runs(container("a", WEB), PIDS["a"])
+    node = node_of(share("a", 0b11, mechanism=mechanism), driver=driver)
+    node.demands("a", **fields)
     return node
+
+
+async def suspended() -> Node:
+    """The same container, suspended by its annotation."""
+    node = running(suspend=True)
+    await sampled(node)
+    return node
+
+
+def two(*, a: Allocation = A, t: Allocation = T, **fields: Any) -> Node:
+    """Two containers on one GPU; both pods have these fields."""
+    node = node_of(a, t, memory_burst=True)
+    for letter in "at":
+        node.demands(letter, **fields)
+    return node
+
+
+def began(node: Node, state: State, mebibytes: int = 500, *, letter: str = "a", **fields: Any) -> None:
+    """An earlier agent left this state of the container, which had so much memory on GPU 0."""
+    pid = PIDS[letter]
+    known = Suspension(state=state, processes=((pid, 10 * pid),), memory_bytes={GPU: mebibytes * MIB})
+    node.agent_state.suspensions = {letter: replace(known, **fields)}
 
 
 async def sampled(node: Node, sample: NodeSample | None = None, *, times: int = 1, after_seconds: float = 1.0) -> None:
@@ -68,25 +67,25 @@ async def ask(node: Node) -> None:
     looking.cancel()
 
 
+def moves(node: Node) -> list[tuple[str, int]]:
+    """The operations that were counted, with their bytes."""
+    return [(verb, size) for verb, _, size in (each.args for each in node.meter.moved.call_args_list)]
+
+
 def state(node: Node) -> State | None:
     known = node.agent_state.suspensions.get("a")
     return None if known is None else known.state
 
 
-def events(node: Node, code: str) -> list[str]:
-    return [entry.why for entry in node.told if entry.code == code]
-
-
 async def test_states_are_saved_before_their_steps() -> None:
-    node = running(suspend=True)
-    await sampled(node)
+    node = await suspended()
     assert (node.mover.done, node.agent_state.saved) == ([("suspend", "a")], [("a", "suspending"), ("a", "suspended")])
     assert node.backends.held == {"a"}
-    assert (node.meter.moves, events(node, "GpuSuspended")) == (
+    assert (moves(node), node.events("GpuSuspended")) == (
         [("suspend", 500 * MIB)],
         ["the container is suspended: 500 MiB of its GPU memory are in the host's memory"],
     )
-    demanding(node)
+    node.demands("a")
     await sampled(node, uses(a=0))
     assert node.agent_state.saved[2:] == [("a", "suspended"), ("a", "resuming"), ("a", "running"), ("a", None)]
     assert (node.backends.held, node.mover.done[1:]) == (set(), [("resume", "a")])
@@ -105,7 +104,7 @@ async def test_an_idle_container_is_suspended_and_its_call_resumes_it() -> None:
     await sampled(node, uses(a=0))
     await ask(node)
     await sampled(node, uses(a=0))
-    assert (state(node), len(node.meter.waits)) == (None, 1)
+    assert (state(node), node.meter.resumed.call_count) == (None, 1)
     await sampled(node, after_seconds=50.0)
     assert state(node) is None, "the time begins again"
 
@@ -125,14 +124,14 @@ async def test_pages_are_read_again_and_again_only_while_a_container_is_suspende
         assert waits == [None]
         await sampled(node)
         assert (state(node), waits[-1]) == ("suspended", suspensions.POLL_SECONDS)
-        demanding(node)
+        node.demands("a")
         await sampled(node, uses(a=0))
         assert (state(node), waits[-1]) == (None, None)
 
 
 async def test_the_nodes_setting_counts_without_an_annotation() -> None:
     node = running()
-    node.memory_watcher.apply(EnforcementSettings(suspend_when_idle_seconds=90.0))
+    node.apply(suspend_when_idle_seconds=90.0)
     await sampled(node, after_seconds=1.0)
     await sampled(node, after_seconds=100.0)
     assert state(node) == "suspended"
@@ -141,8 +140,7 @@ async def test_the_nodes_setting_counts_without_an_annotation() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: with_driver(running(suspend=True), "560.1"), "version 570 or newer"),
-        (lambda: running(suspend=True, mechanism="mps"), "clients of MPS"),
+        (lambda: running(suspend=True, driver="560.1"), "version 570 or newer"),
         (lambda: running(suspend_ignored="it must be true"), "it must be true"),
         (lambda: running(suspend_when_idle_seconds=60.0, mechanism="hami-core"), "only the backend limiter notices"),
     ],
@@ -150,31 +148,9 @@ async def test_the_nodes_setting_counts_without_an_annotation() -> None:
 async def test_a_refusal_is_reported_once_and_nothing_is_locked(make: Callable[[], Node], why: str) -> None:
     node = make()
     await sampled(node, after_seconds=60.0, times=3)
-    (reason,) = events(node, "GpuSuspendRefused")
+    (reason,) = node.events("GpuSuspendRefused")
     assert why in reason
     assert (node.mover.done, node.agent_state.saved, node.backends.held) == ([], [], set())
-
-
-def two(*, a: Allocation = A, t: Allocation = T, **fields: object) -> Node:
-    """Two containers on one GPU, both with these fields; the fields of `t` can be changed by `demanding_train`."""
-    node = with_driver(Node(a, t))
-    node.memory_watcher.apply(rule(allowed=True))
-    demanding(node, **fields)
-    demanding_train(node, **fields)
-    node.runs(container("a", WEB), PIDS["a"])
-    node.runs(container("t", TRAIN), PIDS["t"])
-    return node
-
-
-def began(node: Node, state: State, mebibytes: int = 500, *, letter: str = "a", **fields: object) -> None:
-    """An earlier agent left this state of the container, which had so much memory on GPU 0."""
-    pid = PIDS[letter]
-    known = Suspension(state=state, processes=((pid, 10 * pid),), memory_bytes={GPU: mebibytes * MIB})
-    node.agent_state.suspensions = {letter: replace(known, **fields)}
-
-
-def demanding_train(node: Node, **fields: object) -> None:
-    node.pods.views[TRAIN] = replace(PodView(namespace="team", name="train", uid="uid-t"), **fields)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -183,13 +159,13 @@ async def test_one_container_is_suspended_at_a_time(earlier: bool) -> None:
     node = two(suspend=True)
     if earlier:
         began(node, "suspending", 800, letter="t")
-    node.host.left = HostMemory(node_bytes=1300 * MIB)
+    node.host_memory = HostMemory(node_bytes=1300 * MIB)
     node.mover.answers = [None]
     await sampled(node, uses(a=800, t=800))
     await sampled(node, uses(a=800, t=800))
     first, second = ("t", "a") if earlier else ("a", "t")
     assert node.mover.done == [("suspend", first)]
-    node.host.left = HostMemory(node_bytes=500 * MIB)
+    node.host_memory = HostMemory(node_bytes=500 * MIB)
     node.mover.ends.set()
     await sampled(node, uses(a=800, t=800))
     assert node.mover.done == [("suspend", first)]
@@ -198,10 +174,10 @@ async def test_one_container_is_suspended_at_a_time(earlier: bool) -> None:
 
 async def test_the_host_must_hold_the_memory() -> None:
     node = running(suspend=True)
-    node.host.left = HostMemory(node_bytes=1 << 40, cgroup_bytes=600 * MIB)
+    node.host_memory = HostMemory(node_bytes=1 << 40, cgroup_bytes=600 * MIB)
     await sampled(node)
-    assert "its memory limit leaves less" in events(node, "GpuSuspendRefused")[0]
-    node.host.left = HostMemory(node_bytes=1 << 40)
+    assert "its memory limit leaves less" in node.events("GpuSuspendRefused")[0]
+    node.host_memory = HostMemory(node_bytes=1 << 40)
     await sampled(node)
     assert state(node) == "suspended"
 
@@ -209,7 +185,7 @@ async def test_the_host_must_hold_the_memory() -> None:
 async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> None:
     """The container allocates until its calls are held, and the sample after that may be from before."""
     node = running(suspend=True)
-    node.host.left = HostMemory(node_bytes=1000 * MIB)
+    node.host_memory = HostMemory(node_bytes=1000 * MIB)
     await node.sampled(uses(a=500))
     assert (node.backends.held, state(node), node.awaited) == ({"a"}, "suspending", 1)
     await node.sampled(uses(a=500))
@@ -224,13 +200,13 @@ async def test_what_the_host_must_hold_is_measured_while_calls_are_held() -> Non
 @pytest.mark.parametrize("left", [1000, 800])
 async def test_a_container_that_the_host_has_no_room_for_once_its_calls_are_held_runs_on(left: int) -> None:
     node = running(suspend=True)
-    node.host.left = HostMemory(node_bytes=1000 * MIB)
+    node.host_memory = HostMemory(node_bytes=1000 * MIB)
     await node.sampled(uses(a=500))
     await node.sampled(uses(a=500))
-    node.host.left = HostMemory(node_bytes=left * MIB)
+    node.host_memory = HostMemory(node_bytes=left * MIB)
     await node.sampled(uses(a=800))
     assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
-    (why,) = events(node, "GpuSuspendRefused")
+    (why,) = node.events("GpuSuspendRefused")
     assert "needs 1096 MiB of the host's memory, and the node has less" in why
     assert why.endswith("it runs on, and this is tried again")
     await sampled(node)
@@ -242,23 +218,31 @@ async def test_calls_are_not_held_for_long_without_a_sample(monkeypatch: pytest.
     node = running(suspend=True)
     await node.sampled(uses(a=500))
     assert (node.mover.done, node.backends.held, state(node)) == ([], set(), None)
-    assert "the driver did not report its memory within 0 s" in events(node, "GpuSuspendRefused")[0]
+    assert "the driver did not report its memory within 0 s" in node.events("GpuSuspendRefused")[0]
 
 
-@pytest.mark.parametrize(("used", "expected"), [(600, 600), (0, 500)])
-async def test_a_suspension_that_an_earlier_agent_began_counts_what_was_allocated_since(used: int, expected: int) -> None:
-    """What was moved before the restart is not on the GPU."""
-    node = running(suspend=True)
-    began(node, "suspending")
+@pytest.mark.parametrize(
+    ("moving", "used", "done", "memory", "ends"),
+    [
+        ("suspending", 600, ("suspend", "a"), 600, "suspended"),
+        ("suspending", 0, ("suspend", "a"), 500, "suspended"),  # what was moved before the restart is not on the GPU
+        ("resuming", 0, ("resume", "a"), 500, None),
+    ],
+)
+async def test_an_operation_of_an_earlier_agent_is_continued_with_what_was_allocated_since(
+    moving: State, used: int, done: tuple[str, str], memory: int, ends: State | None
+) -> None:
+    node = running(suspend=True if ends else None)
+    began(node, moving)
     await sampled(node, uses(a=used))
-    assert node.mover.last.memory_bytes == {GPU: expected * MIB}
+    assert (node.mover.done, node.mover.last.memory_bytes, state(node)) == ([done], {GPU: memory * MIB}, ends)
 
 
 async def test_a_suspension_that_an_earlier_agent_began_is_undone_if_the_host_has_no_room() -> None:
     """The earlier agent was killed before it had compared what the host has left; it may have stopped processes."""
     node = running(suspend=True)
     began(node, "suspending")
-    node.host.left = HostMemory(node_bytes=700 * MIB)
+    node.host_memory = HostMemory(node_bytes=700 * MIB)
     await sampled(node)
     await sampled(node)
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
@@ -267,20 +251,12 @@ async def test_a_suspension_that_an_earlier_agent_began_is_undone_if_the_host_ha
 @pytest.mark.parametrize("moving", ["suspending", "resuming"])
 async def test_no_burst_takes_memory_that_an_operation_of_an_earlier_agent_moves(moving: State) -> None:
     """The container had a burst itself, so the memory that it needs is more than its request."""
-    node = two(memory_limits=(("main", 2048),))
+    node = two(limit=2048)
     began(node, moving, 900)
     node.mover.answers = [None]
     await node.sampled(uses(a=0, t=1100))
-    assert limits(node)["t"] == 1100
+    assert node.limits["t"] == 1100
     await node.memory_watcher.close()
-
-
-@pytest.mark.parametrize(("moving", "verb", "ends"), [("suspending", "suspend", "suspended"), ("resuming", "resume", None)])
-async def test_an_operation_of_an_earlier_agent_is_continued(moving: State, verb: str, ends: State | None) -> None:
-    node = running(suspend=True if ends else None)
-    began(node, moving)
-    await sampled(node, uses(a=0))
-    assert (node.mover.done, state(node)) == ([(verb, "a")], ends)
 
 
 async def test_that_a_state_is_not_saved_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,21 +280,21 @@ async def test_a_suspended_container_without_a_saved_state_is_resumed_as_soon_as
     if unknown == "container":
         node.runtime.containers.clear()  # the runtime does not list it yet
     else:
-        node.host.ended = {PIDS["a"]}  # its files can't be read
+        node.runtime.ended = {PIDS["a"]}  # its files can't be read
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node), node.backends.held) == ([], None, {"a"})
     node.runs(container("a", WEB), PIDS["a"])
-    node.host.ended = set()
+    node.runtime.ended = set()
     await sampled(node, uses(a=0))
     assert (node.mover.done, state(node), node.backends.held) == ([("resume", "a")], None, set())
 
 
 async def test_it_waits_for_what_it_was_granted() -> None:
-    node = two(memory_limits=(("main", 2048),))
+    node = two(limit=2048)
     node.backends.held.add("a")
     await sampled(node, uses(a=0, t=1900), times=4)
     assert node.agent_state.suspensions["a"].memory_bytes == {GPU: 512 * MIB}
-    assert "used by team/train (main) (1900 MiB)" in events(node, "GpuResumeWaits")[0]
+    assert "used by team/train (main) (1900 MiB)" in node.events("GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=100))
     assert (state(node), node.backends.held) == (None, set())
 
@@ -333,46 +309,44 @@ async def test_a_container_without_a_saved_state_does_not_wait_for_memory_that_i
 
 async def test_a_state_without_sizes_ends_no_evaluation() -> None:
     """An earlier version saved it for a container that may burst."""
-    node = two(memory_limits=(("main", 2048),))
+    node = two(limit=2048)
     node.agent_state.suspensions = {"a": Suspension(state="suspended", processes=((PIDS["a"], 110),))}
     await sampled(node, uses(a=0, t=100))
-    assert limits(node)["a"] == 512
+    assert node.limits["a"] == 512
 
 
 @pytest.mark.parametrize("asks", [False, True])
 async def test_a_container_that_was_started_again_is_not_held(asks: bool) -> None:
     """The page is that of the first start, as with a claim, which is prepared once for a pod."""
     node = two(a=replace(A, limits={GPU: Amounts(1, 2048)}))
-    demanding(node, suspend=True)
+    node.demands("a", suspend=True)
     await sampled(node, uses(a=500, t=100))
     assert (state(node), node.backends.held) == ("suspended", {"a"})
     if asks:
         await sampled(node, uses(a=0, t=1900))
         await ask(node)
-        assert events(node, "GpuResumeWaits")
-    demanding(node)
+        assert node.events("GpuResumeWaits")
+    node.demands("a")
     node.runtime.ended.add(PIDS["a"])
     node.runs(container("a", WEB, attempt=1), 99)
     await sampled(node, uses(t=1900))
     assert (state(node), node.backends.held) == (None, set())
-    assert not events(node, "GpuResumed")
+    assert not node.events("GpuResumed")
 
 
 async def test_a_resume_without_processes_moves_nothing() -> None:
     """The process that was suspended has ended, and its parent runs."""
-    node = running(suspend=True)
-    await sampled(node)
+    node = await suspended()
     node.mover.answers = [Moved()]
-    demanding(node)
+    node.demands("a")
     await sampled(node, uses(a=0))
     assert (state(node), node.backends.held) == (None, set())
-    assert (node.meter.moves, events(node, "GpuResumed")) == ([("suspend", 500 * MIB)], [])
+    assert (moves(node), node.events("GpuResumed")) == ([("suspend", 500 * MIB)], [])
 
 
 async def test_an_unknown_pod_changes_nothing() -> None:
     """It was resumed because it asked; then the API server does not answer for some time."""
-    node = running(suspend=True)
-    await sampled(node)
+    node = await suspended()
     await sampled(node, uses(a=0))
     await ask(node)
     await sampled(node)
@@ -393,7 +367,7 @@ async def test_a_container_whose_driver_does_not_answer_is_not_released() -> Non
     assert (state(node), node.backends.held) == ("resuming", {"a"})
     assert node.agent_state.suspensions["a"].reason == "libcuda.so.1: not found"
     assert len(node.mover.done) == 1 + 5, "after 1, 2, 4 and 8 s"
-    assert len(events(node, "GpuResumeWaits")) == 1
+    assert len(node.events("GpuResumeWaits")) == 1
     assert node.mover.last.required == (11,)
     await sampled(node, uses(a=0), times=10)
     assert (state(node), node.backends.held) == (None, set())
@@ -401,12 +375,12 @@ async def test_a_container_whose_driver_does_not_answer_is_not_released() -> Non
 
 async def test_a_refused_resume_names_the_other_containers_on_the_gpu() -> None:
     node = two()
-    demanding(node, suspend=True)
+    node.demands("a", suspend=True)
     await sampled(node, uses(a=500, t=100))
     node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error 2", out_of_memory=True)] * 3
-    demanding(node)
+    node.demands("a")
     await sampled(node, uses(a=0, t=100), times=3)
-    (why,) = events(node, "GpuResumeWaits")
+    (why,) = node.events("GpuResumeWaits")
     assert f"the driver found too little memory on GPU {GPU}, used by team/train (main) (100 MiB)" in why
     assert node.agent_state.suspensions["a"].reason in why
 
@@ -421,28 +395,28 @@ async def test_no_memory_is_moved_while_the_free_memory_of_the_gpu_is_not_known(
     await sampled(node, without_memory(uses(a=500)))
     said = "the driver does not report how much memory of GPU"
     assert node.mover.done == []
-    assert said in events(node, "GpuSuspendRefused")[0]
+    assert said in node.events("GpuSuspendRefused")[0]
     await sampled(node)
-    demanding(node)
+    node.demands("a")
     await sampled(node, without_memory(uses(a=0)))
     assert state(node) == "suspended"
-    assert said in events(node, "GpuResumeWaits")[0]
+    assert said in node.events("GpuResumeWaits")[0]
     await sampled(node, uses(a=0))
     assert (state(node), node.mover.done) == (None, [("suspend", "a"), ("resume", "a")])
 
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_resume_does_not_wait_for_ever_for_the_limit_of_another_and_ends_with_its_container(ends: bool) -> None:
-    node = two(memory_limits=(("main", 2048),))
-    demanding(node, suspend=True)
+    node = two(limit=2048)
+    node.demands("a", suspend=True)
     await sampled(node, uses(a=500, t=1024))
     await sampled(node, uses(a=0, t=1024))
     node.backends.obstacles = {"t": "its pages can't be used"}
-    demanding(node)
+    node.demands("a")
     await sampled(node, uses(a=0, t=1024))
     await sampled(node, uses(a=0, t=1024))
     assert state(node) == "suspended"
-    assert "limit of team/train (main) can't be lowered: its pages can't be used" in events(node, "GpuResumeWaits")[0]
+    assert "limit of team/train (main) can't be lowered: its pages can't be used" in node.events("GpuResumeWaits")[0]
     if ends:
         node.runtime.ended.add(PIDS["a"])
         node.frees("a")
@@ -469,52 +443,47 @@ async def test_a_resume_waits_only_for_free_memory_while_the_runtime_has_listed_
 async def test_a_reason_is_saved_once_a_minute_and_an_event_only_in_other_words() -> None:
     half = {GPU: Amounts(1, 2048)}
     node = two(a=replace(A, limits=half), t=replace(T, limits=half))
-    node.holds(replace(share("b", ("team", "third"), 0b11 << 6), limits=half))
-    node.runs(container("b", ("team", "third")), PIDS["b"])
-    demanding(node, suspend=True)
+    node.holds(replace(share("b", 0b11 << 6), limits=half))
+    node.runs(container("b", THIRD), PIDS["b"])
+    node.demands("a", suspend=True)
     await sampled(node, uses(a=500, t=800, b=810))
     assert state(node) == "suspended"
-    demanding(node)
+    node.demands("a")
     reasons = set()
     for size in range(10):
         await sampled(node, uses(a=0, t=800 + 20 * (size % 2) + size, b=810 + size), after_seconds=60.0)
         reasons.add(node.agent_state.suspensions["a"].reason)
     assert len(reasons) == 10
-    (first,) = events(node, "GpuResumeWaits")
+    (first,) = node.events("GpuResumeWaits")
     assert "team/third" in first
     node.frees("b")
     await sampled(node, uses(a=0, t=1900), after_seconds=60.0)
-    (_, last) = events(node, "GpuResumeWaits")
+    (_, last) = node.events("GpuResumeWaits")
     assert "team/third" not in last
     assert last.endswith(node.agent_state.suspensions["a"].reason)
 
 
-async def test_a_failed_suspension_leaves_the_container_running_and_is_tried_again_later() -> None:
+@pytest.mark.parametrize(
+    "failed",
+    [
+        Moved(pids=[11], error="process 11 can't be suspended"),
+        Moved(held=[11], error="process 11 can't be suspended", untouched=True),
+    ],
+)
+async def test_a_suspension_that_fails_leaves_the_container_running_and_is_tried_again_every_five_minutes(failed: Moved) -> None:
     node = running(suspend=True)
-    node.mover.answers = [Moved(pids=[11], error="work did not end")]
-    await sampled(node)
-    assert (state(node), node.backends.held) == (None, set())
-    assert "work did not end; it runs on" in events(node, "GpuSuspendRefused")[0]
-    await sampled(node)
-    assert len(node.mover.done) == 1
-    await sampled(node, after_seconds=300.0)
-    assert state(node) == "suspended"
-
-
-async def test_a_suspension_that_can_not_succeed_is_tried_again_every_five_minutes() -> None:
-    node = running(suspend=True)
-    node.mover.answers = [Moved(held=[11], error="process 11 can't be suspended", untouched=True)] * 5
+    node.mover.answers = [failed] * 5
     for _ in range(16):
         await sampled(node, after_seconds=60.0)
         assert (state(node), node.backends.held) == (None, set())
     assert node.mover.done == [("suspend", "a")] * 4
-    assert "process 11 can't be suspended" in events(node, "GpuSuspendRefused")[0]
+    assert "process 11 can't be suspended; it runs on" in node.events("GpuSuspendRefused")[0]
     assert node.mover.last.required == (11,)
     node.frees("a")
     node.holds(T)  # so that samples are evaluated
     await sampled(node, uses())
     node.frees("t")
-    node.holds(share("a", WEB, 0b11))
+    node.holds(A)
     await sampled(node)
     assert len(node.mover.done) == 5, "another container"
 
@@ -527,7 +496,7 @@ async def test_after_the_helper_was_killed_a_container_does_not_wait_for_its_own
     node.mover.answers = [killed] if verb == "suspend" else [Moved(pids=[11]), killed]
     await sampled(node, uses(a=1500))
     if verb == "resume":
-        demanding(node)
+        node.demands("a")
     await node.sampled(uses(a=1500 if verb == "suspend" or len(node.mover.done) > 1 else 0), times=9)
     verbs = [done for done, _ in node.mover.done]
     assert verbs == (["suspend", "resume"] if verb == "suspend" else ["suspend", "resume", "resume"])
@@ -539,55 +508,55 @@ async def test_a_failed_process_ends_the_story_with_what_to_do() -> None:
     node.mover.answers = [Moved(pids=[11], failed=[11], error="CUDA error 304")]
     await sampled(node)
     assert (state(node), node.backends.held) == ("failed", set())
-    assert "delete the pod" in events(node, "GpuSuspendFailed")[0]
+    assert "delete the pod" in node.events("GpuSuspendFailed")[0]
     await sampled(node)
     assert len(node.mover.done) == 1
 
 
 @pytest.mark.parametrize(("lacks_memory", "ends"), [(True, "running"), (False, "failed")])
 async def test_a_resume_is_tried_until_there_is_memory_and_fails_if_the_driver_cant(lacks_memory: bool, ends: State) -> None:
-    node = running(suspend=True)
-    await sampled(node)
+    node = await suspended()
     await sampled(node, uses(a=0))
     node.mover.answers = [Moved(pids=[11], held=[11], error="CUDA error", out_of_memory=lacks_memory)] * 4
     await ask(node)
     await sampled(node, uses(a=0), times=10)
-    assert (state(node), bool(events(node, "GpuSuspendFailed"))) == (ends, ends == "failed")
+    assert (state(node), bool(node.events("GpuSuspendFailed"))) == (ends, ends == "failed")
 
 
 async def test_memory_of_a_suspended_container_serves_bursts_until_its_resume() -> None:
     """8 blocks: 2 are granted to `a`, 4 to `t`."""
-    node = two(memory_limits=(("main", 2048),))
-    demanding(node, suspend=True)
+    node = two(limit=2048)
+    node.demands("a", suspend=True)
     await sampled(node, uses(a=500, t=1024))
     assert state(node) == "suspended"
     await sampled(node, uses(a=0, t=1024))
-    assert limits(node)["t"] == 2048
+    assert node.limits["t"] == 2048
     await sampled(node, uses(a=0, t=1800))
     await ask(node)
     await sampled(node, uses(a=0, t=1800), times=3)
-    assert (state(node), limits(node)["t"]) == ("suspended", 1800)
-    assert "used by team/train (main) (1800 MiB)" in events(node, "GpuResumeWaits")[0]
+    assert (state(node), node.limits["t"]) == ("suspended", 1800)
+    assert "used by team/train (main) (1800 MiB)" in node.events("GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=1500))
     assert state(node) == "running"
 
 
 async def test_a_burst_comes_back_only_beside_what_others_were_granted() -> None:
     """1948 MiB are free, and 924 of them are granted to `t`."""
-    node = two(memory_limits=(("main", 2048),))
+    node = two(limit=2048)
     began(node, "suspended", 1100, asked_at=7.0)
     await sampled(node, uses(a=0, t=100), times=3)
     assert node.agent_state.suspensions["a"].reason == f"it waits for 76 MiB of GPU {GPU}, used by team/train (main) (100 MiB)"
 
 
+def oversubscribed(letter: str, place: int) -> Allocation:
+    """It may use all of the GPU's memory, and holds four blocks from this one on."""
+    return replace(share(letter, 0b1111 << place), limits={GPU: Amounts(1, 2048)})
+
+
 async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_so() -> None:
     """Each counts with half of what it may use: 1024 of 2048 MiB."""
-    one, other = (
-        replace(share(letter, pod, 0b1111 << (4 * place)), limits={GPU: Amounts(1, 2048)})
-        for place, (letter, pod) in enumerate((("a", WEB), ("t", TRAIN)))
-    )
-    node = two(a=one, t=other)
-    demanding(node, suspend=True)
+    node = two(a=oversubscribed("a", 0), t=oversubscribed("t", 4))
+    node.demands("a", suspend=True)
     await node.sampled(uses(a=1500, t=100))
     (first,) = [entry for entry in node.told if entry.code == "overcommitted"]
     assert (first.what, first.gpus) == ("gpu", (GPU,))
@@ -601,34 +570,29 @@ async def test_oversubscribed_containers_wait_for_each_other_and_the_node_says_s
     await sampled(node, uses(a=0, t=1000))
     assert state(node) == "suspended"
     assert [entry for entry in node.told if entry.code == "overcommitted"] == [first], "t fits alone"
-    assert "it waits for 452 MiB of GPU 00000000, used by team/train (main) (1000 MiB)" in events(node, "GpuResumeWaits")[0]
+    assert "it waits for 452 MiB of GPU 00000000, used by team/train (main) (1000 MiB)" in node.events("GpuResumeWaits")[0]
     await sampled(node, uses(a=0, t=500))
     assert state(node) == "running"
 
 
 async def test_a_container_that_leaves_an_overcommitted_gpu_causes_no_events_of_the_others() -> None:
-    shares = [
-        replace(share(letter, pod, 0b1111 << (4 * place)), limits={GPU: Amounts(1, 2048)})
-        for place, (letter, pod) in enumerate((("a", WEB), ("t", TRAIN), ("u", ("team", "third"))))
-    ]
-    node = with_driver(Node(*shares))
+    node = Node(oversubscribed("a", 0), oversubscribed("t", 4), oversubscribed("b", 8))
     for _ in range(2):
         await node.sampled(uses(a=100, t=100))
-        assert [entry.id for entry in node.told if entry.code == "GpuOvercommitted"] == ["a", "t", "u"]
-        node.frees("u")
+        assert [entry.id for entry in node.told if entry.code == "GpuOvercommitted"] == ["a", "b", "t"]
+        node.frees("b")
 
 
 async def test_a_container_is_told_of_each_of_its_overcommitted_gpus() -> None:
-    other = name_of(1)
-    mine = {GPU: Amounts(1, 1024), other: Amounts(1, 1024)}
+    mine = {GPU: Amounts(1, 1024), GPU1: Amounts(1, 1024)}
     a = replace(A, gpus=mine, device_ids={}, limits=dict.fromkeys(mine, Amounts(1, 2048)))
     t = replace(T, gpus={GPU: Amounts(1, 1024)}, device_ids={}, limits={GPU: Amounts(1, 2048)})
-    u = replace(t, id="u", pod=("team", "third"), gpus={other: Amounts(1, 1024)}, limits={other: Amounts(1, 2048)})
-    node = with_driver(Node(a, t, u))
+    u = replace(t, id="u", pod=THIRD, gpus={GPU1: Amounts(1, 1024)}, limits={GPU1: Amounts(1, 2048)})
+    node = Node(a, t, u)
     for _ in range(2):
         await node.sampled(uses(a=100))
         told = [(entry.id, entry.gpus) for entry in node.told if entry.code == "GpuOvercommitted"]
-        assert told == [("a", (GPU,)), ("t", (GPU,)), ("a", (other,)), ("u", (other,))]
+        assert told == [("a", (GPU,)), ("t", (GPU,)), ("a", (GPU1,)), ("u", (GPU1,))]
 
 
 async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -> None:
@@ -645,7 +609,7 @@ async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -
         await sampled(node)
         assert state(node) == expected
         assert node.backends.seen[-1][1][0][0].memory_bytes[GPU] == 500 * MIB
-        demanding(node, suspend=True, resizes=(("main", ResizeRequest(memory_mebibytes=501)),))
+        node.demands("a", suspend=True, resize=ResizeRequest(memory_mebibytes=501))
         await sampled(node)
         assert node.backends.seen[-1][1][0][0].tenant.gpus[0].limit_bytes == 501 * MIB
 
@@ -661,14 +625,14 @@ BY_MIG = replace(
 
 @pytest.mark.parametrize(("held", "what"), [(WHOLE, "whole GPUs"), (BY_MIG, "MIG devices")])
 async def test_a_demand_for_a_container_without_a_share_is_refused_once(held: Allocation, what: str) -> None:
-    node = with_driver(Node(held))
+    node = Node(held)
     node.runs(container("a", WEB), PIDS["a"])
     for unwanted in ({}, {"suspend": False}, {"suspend_when_idle_seconds": 0.5}, {"suspend": True, "deleted": True}):
-        demanding(node, **unwanted)
+        node.demands("a", **unwanted)
         await sampled(node)
     assert not node.told
     for started in (False, True):
-        demanding(node, suspend=True, started=started)
+        node.demands("a", suspend=True, started=started)
         await sampled(node)
     (entry,) = node.told
     assert (entry.code, entry.pod) == ("GpuSuspendRefused", WEB)
@@ -676,38 +640,28 @@ async def test_a_demand_for_a_container_without_a_share_is_refused_once(held: Al
         entry.why == f"the container is not suspended: it has {what}, and only a container with a share of a GPU can be suspended"
     )
     assert not node.mover.done
-    init = with_driver(Node(replace(held, init=True)))
-    demanding(init, suspend=True)
+    init = Node(replace(held, init=True))
+    init.demands("a", suspend=True)
     await sampled(init)
     assert not init.told, "an init container's GPU is no obstacle"
 
 
-async def test_a_demand_without_memory_is_refused_by_an_event() -> None:
-    node = running(suspend=True)
-    await sampled(node, uses(a=0))
-    await sampled(node, uses(a=0))
-    assert events(node, "GpuSuspendRefused") == ["the container is not suspended: it has no memory on the GPU"]
-    await sampled(node)
-    assert state(node) == "suspended"
-
-
 async def test_an_init_container_that_has_ended_is_no_refused_one() -> None:
-    node = with_driver(Node(A, replace(A, id="i", container="prepare", init=True)))
-    demanding(node, suspend=True)
+    node = Node(A, replace(A, id="i", container="prepare", init=True))
+    node.demands("a", suspend=True)
     await sampled(node, uses())
-    assert not events(node, "GpuSuspendRefused"), "none of them runs"
+    assert not node.events("GpuSuspendRefused"), "none of them runs"
     node.runs(container("a", WEB), PIDS["a"])
     await sampled(node)
-    assert (state(node), events(node, "GpuSuspendRefused")) == ("suspended", [])
+    assert (state(node), node.events("GpuSuspendRefused")) == ("suspended", [])
 
 
 async def test_a_demand_that_changes_all_the_time_moves_the_memory_once_a_minute() -> None:
-    node = running(suspend=True)
-    await sampled(node)
+    node = await suspended()
     for _ in range(5):
-        demanding(node)
+        node.demands("a")
         await sampled(node, uses(a=0))
-        demanding(node, suspend=True)
+        node.demands("a", suspend=True)
         await sampled(node)
     assert node.mover.done == [("suspend", "a"), ("resume", "a")]
     await sampled(node, after_seconds=60.0)
