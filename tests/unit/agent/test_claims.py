@@ -3,11 +3,11 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec.structs import replace
@@ -63,7 +63,7 @@ class Reader:
         return uid in self.pods
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Node:
     """A world of claims. GPUs are named by their position."""
 
@@ -126,7 +126,7 @@ class Node:
 
 @pytest.fixture
 async def node(tmp_path: Path) -> Node:
-    return Node(await World.made(snapshot(2, 80), limits=unlimited(tmp_path)))
+    return Node(world=await World.made(snapshot(2, 80), limits=unlimited(tmp_path)))
 
 
 async def test_a_share_is_an_allocation_of_the_pods_container(node: Node) -> None:
@@ -153,9 +153,8 @@ async def test_a_claim_is_prepared_only_once_its_memory_is_free(node: Node) -> N
     node.world.no_room = Refusal("conflict", "another container holds its memory")
     with pytest.raises(Refusal, match="another container holds its memory"):
         await node.prepare(ref)
-    assert [entry.why for entry in node.world.agent_state.history.entries() if entry.what == "refused"] == [
-        "another container holds its memory"
-    ]
+    (refused,) = [entry for entry in node.world.agent_state.history.entries() if entry.what == "refused"]
+    assert (refused.why, refused.pod, refused.pod_uid) == ("another container holds its memory", ("team", "a"), "pod-a")
     node.world.no_room = None
     await node.prepare(ref)
     await node.claims.restore()
@@ -205,32 +204,37 @@ async def test_admin_access_counts_nothing_and_is_never_limited(node: Node) -> N
     await node.prepare(node.claim("other", node.share(1, 100, 1)))
 
 
-async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 30, 512))
-    node.reader.before_answer = lambda: node.claims.unprepare(ref)
-    with pytest.raises(Refusal, match="was unprepared"):
-        await node.prepare(ref)
-    assert not node.world.ledger.allocations
-    node.reader.before_answer = None
-    await node.prepare(ref)
-
-
-async def test_a_prepare_after_an_unprepare_is_granted_while_an_overtaken_one_still_reads(node: Node) -> None:
+@pytest.mark.parametrize("prepared_again", [False, True])
+async def test_a_prepare_that_an_unprepare_overtakes_grants_nothing_and_a_later_one_does(
+    node: Node, prepared_again: bool
+) -> None:
     ref, reading = node.claim("a", node.share(0, 30, 512)), asyncio.Event()
     node.reader.before_answer = reading.wait
     overtaken = asyncio.ensure_future(node.prepare(ref))
     await asyncio.sleep(0)
     await node.claims.unprepare(ref)
     node.reader.before_answer = None
-    await node.prepare(ref)
+    if prepared_again:
+        await node.prepare(ref)
     reading.set()
     with pytest.raises(Refusal, match="was unprepared while it was being prepared"):
         await overtaken
-    assert len(node.world.ledger.allocations) == 1
+    assert len(node.world.ledger.allocations) == prepared_again
+    await node.prepare(ref)
 
 
 @pytest.mark.parametrize(
-    "end", ["Running", "Succeeded", "deleted while Pending", "gone before", "gone after", "another pod of its name", "Pending"]
+    "end",
+    [
+        "Running",
+        "Succeeded",
+        "deleted while Pending",
+        "gone before",
+        "gone before, and the cache begins anew",
+        "gone after",
+        "another pod of its name",
+        "Pending",
+    ],
 )
 async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(node: Node, end: str) -> None:
     """`Pending`: the pod may be about to use it."""
@@ -239,11 +243,12 @@ async def test_a_late_prepare_for_a_pod_that_needs_the_claim_no_more_is_refused(
     views = node.world.pods.views
     if end == "deleted while Pending":
         views[key] = replace(views[key], deleted=True)
-    elif end == "gone before":
+    elif end.startswith("gone before"):
         del views[key]
     elif end in ("Running", "Succeeded", "Pending"):
         views[key] = replace(views[key], phase=end)
     await node.claims.unprepare(ref)
+    node.world.pods.synced = not end.endswith("begins anew")
     if end == "gone after":
         del views[key]
     elif end == "another pod of its name":
@@ -280,16 +285,6 @@ async def test_the_next_pod_of_a_claim_that_the_watch_has_not_shown_yet_is_looke
     await node.prepare(ref)
     (allocation,) = node.world.ledger.allocations.values()
     assert allocation.uid == "pod-a2"
-
-
-async def test_a_freed_holder_stays_refused_after_the_cache_has_begun_anew(node: Node) -> None:
-    ref = node.claim("a", node.share(0, 30, 512))
-    await node.prepare(ref)
-    del node.world.pods.views["team", "a"]
-    await node.claims.unprepare(ref)
-    node.world.pods.synced = False
-    with pytest.raises(Refusal, match="the pods that it is reserved for have ended"):
-        await node.prepare(ref)
 
 
 @pytest.mark.parametrize("former", ["gone", "unknown", "still shown", "is deleted"])
@@ -466,7 +461,7 @@ async def test_a_claim_that_is_being_prepared_during_a_look_stays(node: Node) ->
 
 async def test_the_exemption_of_a_claim_outlasts_the_pod_for_which_it_was_prepared(tmp_path: Path) -> None:
     limits = unlimited(tmp_path, overrides=("team/default=none",))
-    node = Node(await World.made(snapshot(2, 80), limits=limits))
+    node = Node(world=await World.made(snapshot(2, 80), limits=limits))
     ref = node.claim("a", node.share(0, 30, 512))
     await node.prepare(ref)
     (allocation,) = node.world.ledger.of_claim(ref.uid)
@@ -479,68 +474,87 @@ async def test_the_exemption_of_a_claim_outlasts_the_pod_for_which_it_was_prepar
     assert names_in(tmp_path) == [spec]
 
 
-def limited(folder: Path, running: Collection[str] = ()) -> Enforcer:
-    """With a mechanism that does nothing."""
+class Limits(Backend):
+    """A mechanism that does nothing and records its starts. `on_start` runs in each."""
 
-    class Limits(Backend):
-        name: BackendName = "vcuda"
-        limits: Mapping[Resource, Strength] = {}
+    name: BackendName = "vcuda"
+    limits: Mapping[Resource, Strength] = {}
 
-        async def put_limits(self, tenant: GpuShare) -> None:
-            pass
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.on_start: Callable[[], Awaitable[object]] | None = None
 
-    return Enforcer(
-        [Limits()],
-        EnforcementSettings(backend="vcuda", cdi_dir=folder, injection="cdi", orphan_grace_seconds=1),
-        in_use=lambda names: set(names) & set(running),
-        clock=lambda: 0.0,
-    )
+    async def put_limits(self, tenant: GpuShare) -> None:
+        self.started.append(tenant.allocation)
+        if self.on_start is not None:
+            await self.on_start()
+
+    def remains(self) -> Collection[str]:
+        return self.started
 
 
-async def limited_node(limits: Enforcer) -> Node:
+@dataclass(kw_only=True)
+class LimitedNode(Node):
+    """`running`: the allocations with a running container. The CDI specs are in `folder`."""
+
+    backend: Limits
+    running: set[str]
+    folder: Path
+
+    def lose_specs(self) -> None:
+        """There must be one."""
+        (spec,) = self.folder.iterdir()
+        spec.unlink()
+
+
+@pytest.fixture
+async def limited(tmp_path: Path) -> LimitedNode:
+    backend, running = Limits(), set[str]()
+    settings = EnforcementSettings(backend="vcuda", cdi_dir=tmp_path, injection="cdi", orphan_grace_seconds=1)
+    limits = Enforcer([backend], settings, in_use=lambda names: set(names) & running, clock=lambda: 0.0)
     await limits.choose()
-    return Node(await World.made(snapshot(2, 80), limits=limits))
+    world = await World.made(snapshot(2, 80), limits=limits)
+    return LimitedNode(world=world, backend=backend, running=running, folder=tmp_path)
 
 
 @pytest.mark.parametrize(("request_of_container", "refused"), [(None, True), ("c0", False)])
 async def test_a_container_with_two_sets_of_limits_is_refused(
-    request_of_container: str | None, refused: bool, tmp_path: Path
+    request_of_container: str | None, refused: bool, limited: LimitedNode
 ) -> None:
-    node = await limited_node(limited(tmp_path))
-    shares = node.share(0, 10, 512, request="c0"), node.share(1, 20, 256, request="c1", number=2)
-    ref = node.claim("a", *shares, request=request_of_container)
-    if refused:
-        with pytest.raises(Refusal, match=r"container main of pod a uses 2 shares of GPUs with limits \(a/c0, a/c1\)"):
-            await node.claims.prepare(ref, deadline=math.inf)
-        assert not node.world.ledger.allocations
-    else:
-        await node.claims.prepare(ref, deadline=math.inf)
-        assert [a.mechanisms for a in node.world.ledger.allocations.values()] == [("vcuda",)] * 2
+    shares = limited.share(0, 10, 512, request="c0"), limited.share(1, 20, 256, request="c1", number=2)
+    ref = limited.claim("a", *shares, request=request_of_container)
+    why = r"container main of pod a uses 2 shares of GPUs with limits \(a/c0, a/c1\)"
+    with pytest.raises(Refusal, match=why) if refused else nullcontext():
+        await limited.prepare(ref)
+    mechanisms = [a.mechanisms for a in limited.world.ledger.allocations.values()]
+    assert mechanisms == ([] if refused else [("vcuda",)] * 2)
 
 
-async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_start_with_their_claim(tmp_path: Path) -> None:
-    node = await limited_node(limited(tmp_path))
-    views, claims = node.world.pods.views, node.reader.claims
-    refs = {name: node.claim(name, node.share(0, 10, 512)) for name in ("one", "two", "shared")}
+async def test_a_pod_with_two_sets_of_limits_affects_others_only_while_it_may_start_with_their_claim(
+    limited: LimitedNode,
+) -> None:
+    views, claims = limited.world.pods.views, limited.reader.claims
+    refs = {name: limited.claim(name, limited.share(0, 10, 512)) for name in ("one", "two", "shared")}
     views["team", "two"] = replace(views["team", "two"], claims=(*views["team", "two"].claims, *views["team", "shared"].claims))
     claims["claim-shared"] = replace(claims["claim-shared"], pods=claims["claim-shared"].pods + claims["claim-two"].pods)
-    await node.prepare(refs["two"])
+    await limited.prepare(refs["two"])
     with pytest.raises(Refusal, match=r"container main of pod two uses 2 shares of GPUs with limits \(two/gpu, shared/gpu\)"):
-        await node.prepare(refs["shared"])
+        await limited.prepare(refs["shared"])
     views["team", "two"] = replace(views["team", "two"], phase="Failed")
-    await node.prepare(refs["shared"])
+    await limited.prepare(refs["shared"])
     views["team", "two"] = replace(views["team", "two"], phase="Pending")
     claims["claim-one"] = replace(claims["claim-one"], pods=claims["claim-one"].pods + claims["claim-two"].pods)
-    await node.prepare(refs["one"])
+    await limited.prepare(refs["one"])
 
 
-async def test_two_sets_of_limits_of_claims_that_other_pods_have_are_reported_once_when_a_pod_appears(tmp_path: Path) -> None:
+async def test_two_sets_of_limits_of_claims_that_other_pods_have_are_reported_once_when_a_pod_appears(
+    limited: LimitedNode,
+) -> None:
     """The kubelet makes no call for claims that it has prepared."""
-    node = await limited_node(limited(tmp_path))
     for gpu, name in enumerate(("one", "two")):
-        await node.prepare(node.claim(name, node.share(gpu, 10, 512)))
-    uses = [use for name in ("one", "two") for use in node.world.pods.views["team", name].claims]
-    state, late = node.world.agent_state, PodView(namespace="team", name="late", uid="pod-late", claims=tuple(uses))
+        await limited.prepare(limited.claim(name, limited.share(gpu, 10, 512)))
+    uses = [use for name in ("one", "two") for use in limited.world.pods.views["team", name].claims]
+    state, late = limited.world.agent_state, PodView(namespace="team", name="late", uid="pod-late", claims=tuple(uses))
     before = len(state.history.entries())
     for each in (
         replace(late, claims=late.claims[:1]),
@@ -552,92 +566,56 @@ async def test_two_sets_of_limits_of_claims_that_other_pods_have_are_reported_on
     assert len(state.history.entries()) == before
     with capture_logs() as logs:
         report_two_limits(state, late)
-    assert [(each["event"], each["pod"]) for each in logs] == [("two_limits", "team/late")]
-    report_two_limits(state, late)
+        report_two_limits(state, late)
+    assert {(each["event"], each["pod"]) for each in logs} == {("two_limits", "team/late")}
     (entry,) = state.history.entries()[before:]
     assert (entry.what, entry.code, entry.pod, entry.pod_uid) == ("event", "GpuTwoLimits", ("team", "late"), "pod-late")
     assert "container main of pod late uses 2 shares of GPUs with limits (one/gpu, two/gpu)" in entry.why
 
 
-def lose_specs(folder: Path) -> None:
-    """There must be one."""
-    (spec,) = folder.iterdir()
-    spec.unlink()
-
-
-async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(tmp_path: Path) -> None:
+async def test_limits_are_put_in_place_again_unless_a_container_runs_with_them(limited: LimitedNode) -> None:
     """A running container would keep the former files mounted; but a Prepare that was killed may have left half of them."""
-    running, started, kept = set[str](), list[str](), set[str]()
-    limits = limited(tmp_path, running)
-    (backend,) = limits.backends.values()
-
-    async def start(tenant: GpuShare) -> None:
-        started.append(tenant.allocation)
-        kept.add(tenant.allocation)
-
-    backend.start, backend.remains = start, lambda: kept  # type: ignore[method-assign]
-    node = await limited_node(limits)
-    ref = node.claim("a", node.share(0, 10, 512))
-    await node.prepare(ref)
-    (allocation,) = node.world.ledger.allocations
-    await node.prepare(ref)
+    ref, started = limited.claim("a", limited.share(0, 10, 512)), limited.backend.started
+    await limited.prepare(ref)
+    (allocation,) = limited.world.ledger.allocations
+    await limited.prepare(ref)
     assert started == [allocation] * 2
-    running.add(allocation)
-    lose_specs(tmp_path)
-    await node.prepare(ref)
-    lose_specs(tmp_path)
-    await node.claims.restore()
-    lose_specs(tmp_path)
+    limited.running.add(allocation)
+    for again in (limited.prepare(ref), limited.claims.restore()):
+        limited.lose_specs()
+        await again
+    limited.lose_specs()
+    await limited.world.restart(lost=True)
+    limited.start()
+    await limited.prepare(ref)
     assert started == [allocation] * 2
-    await node.world.restart(lost=True)
-    node.start()
-    await node.prepare(ref)
-    assert started == [allocation] * 2
-    running.clear()
-    await node.claims.restore()
+    limited.running.clear()
+    await limited.claims.restore()
     assert started == [allocation] * 3
 
 
-async def started_limits(folder: Path, start: Callable[[GpuShare], Coroutine[Any, Any, None]]) -> Node:
-    """A node with a mechanism that starts in this way."""
-    limits = limited(folder)
-    (backend,) = limits.backends.values()
-    backend.start = start  # type: ignore[assignment,method-assign]
-    return await limited_node(limits)
-
-
 @pytest.mark.parametrize("restored", [False, True])
-async def test_nothing_is_put_in_place_for_a_claim_that_is_unprepared_meanwhile(restored: bool, tmp_path: Path) -> None:
-    started = list[str]()
-
-    async def start(tenant: GpuShare) -> None:
-        started.append(tenant.allocation)
-        if len(started) == (3 if restored else 1):
-            await node.claims.unprepare(ref)
-
-    node = await started_limits(tmp_path, start)
-    ref = node.claim("a", node.share(0, 10, 512, request="c0"), node.share(0, 20, 512, request="c1", number=2), request="c0")
+async def test_nothing_is_put_in_place_for_a_claim_that_is_unprepared_meanwhile(restored: bool, limited: LimitedNode) -> None:
+    shares = limited.share(0, 10, 512, request="c0"), limited.share(0, 20, 512, request="c1", number=2)
+    ref = limited.claim("a", *shares, request="c0")
     if restored:
-        await node.prepare(ref)
-        await node.claims.restore()
+        await limited.prepare(ref)
+    before = len(limited.backend.started)
+    limited.backend.on_start = lambda: limited.claims.unprepare(ref)
+    if restored:
+        await limited.claims.restore()
     else:
         with pytest.raises(Refusal, match="was unprepared while"):
-            await node.prepare(ref)
-    assert len(started) == (3 if restored else 1)
+            await limited.prepare(ref)
+    assert len(limited.backend.started) == before + 1
 
 
-async def test_why_a_claim_is_not_restored_is_logged_once_until_it_changes(tmp_path: Path) -> None:
-    reason = ""
-
-    async def start(_tenant: GpuShare) -> None:
-        if reason:
-            raise Refusal("internal", reason)
-
-    node = await started_limits(tmp_path, start)
-    await node.prepare(node.claim("a", node.share(0, 10, 512)))
+async def test_why_a_claim_is_not_restored_is_logged_once_until_it_changes(limited: LimitedNode) -> None:
+    await limited.prepare(limited.claim("a", limited.share(0, 10, 512)))
     with capture_logs() as logs:
-        for reason in ("full", "full", "gone", "", "gone"):  # noqa: B007
-            await node.claims.restore()
+        for reason in ("full", "full", "gone", "", "gone"):
+            limited.backend.on_start = AsyncMock(side_effect=Refusal("internal", reason) if reason else None)
+            await limited.claims.restore()
     assert [each["reason"] for each in logs if each["event"] == "claim_not_restored"] == ["full", "gone", "gone"]
 
 
@@ -653,10 +631,3 @@ async def test_all_pods_of_a_claim_are_waited_for_at_the_same_time(node: Node) -
     node.world.pods.wait_for = wait_for  # type: ignore[method-assign]
     async with asyncio.timeout(10):
         await node.prepare(ref)
-
-
-async def test_a_refusal_is_in_the_history_of_the_pod(node: Node) -> None:
-    with pytest.raises(Refusal):
-        await node.prepare(node.claim("a", node.share(0, 0, 256)))
-    refused = node.world.agent_state.history.entries()[-1]
-    assert (refused.what, refused.pod, refused.pod_uid) == ("refused", ("team", "a"), "pod-a")

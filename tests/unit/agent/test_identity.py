@@ -453,3 +453,52 @@ async def test_the_two_calls_of_a_share_are_joined_without_its_spec_however_late
     world.check_ids()
     world.check_names()
     world.check_places()
+
+
+# -- pods that the scheduler placed ----------------------------------------------------------------------------------------
+
+
+async def test_a_restart_between_the_preference_and_allocate_does_not_move_a_placed_pod() -> None:
+    world = await World.made(snapshot(4, 16))
+    world.placed = {"a": 3}
+    plugin = world.kubelet.clients["tencent.com/vcuda-core"]
+    restarted, allocate = list[bool](), plugin.allocate
+
+    async def after_a_restart(ids: Sequence[str]) -> bytes:
+        if not restarted:
+            restarted.append(True)
+            await world.restart()
+        return await allocate(ids)
+
+    plugin.allocate = after_a_restart  # type: ignore[method-assign]
+    pod = await world.run(world.pod("a", app(30, 4)))
+    assert restarted
+    assert gpus_of(world, pod) == {"00000003"}
+
+
+async def test_an_ignored_placement_is_an_event_once_and_the_agent_chooses() -> None:
+    world = await World.made(snapshot(4, 16), known=False)
+    reason = "the annotation gpumgr.io/placement is ignored: it is about node other"
+    pod = world.pod("a", app(30, 4), app(5, 1, "side"))
+    world.pods.views["team", "a"] = replace(world.view(pod), placement_ignored=reason)
+    with capture_logs() as logs:
+        await world.run(pod)
+    (entry,) = [entry for entry in world.agent_state.history.entries() if entry.what == "event"]
+    assert (entry.code, entry.pod, entry.why) == ("GpuPlacementIgnored", ("team", "a"), reason)
+    assert [log["event"] for log in logs].count("placement_ignored") == 1
+    assert {gpu for a in world.ledger.allocations.values() for gpu in a.places} == {"00000000"}
+
+
+def test_a_placed_pod_is_identified_by_list_alone() -> None:
+    """Without PodResources, a pod that is not known yet could be the caller, too."""
+
+    async def scenario(world: World) -> None:
+        world.away = True
+        world.placed = {"a": 3}
+        other = world.pod("b", app(30, 4))
+        with pytest.raises(Refused, match=r"did not answer for 5 s .* \(team/a\); the pod's controller must replace the pod"):
+            await world.run(world.pod("a", app(30, 4)))
+        await world.run(other)
+        assert {a.pod for a in world.ledger.allocations.values()} == {("team", "b")}
+
+    played(scenario, node=snapshot(4, 16))

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 from gpumgr.agent.api import CORDONS_NOTE, Cordon, decode_cordons, to_json_data
 from gpumgr.agent.gone_gpus import ADDRESSES_NOTE, GoneGpus
 from gpumgr.agent.inventory import EMPTY, HardwareHealth
-from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest
+from gpumgr.agent.maintenance import Action, Maintenance, MaintenanceRequest, find_gpu
 from gpumgr.agent.ports import Eviction
 from gpumgr.common.errors import CheckpointError, InputError, NvmlError, Refusal
 from gpumgr.common.units import BLOCK_BYTES
+from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRequest
 from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
 from gpumgr.placement.devices import GpuProcess, NodeSnapshot, Topology
@@ -510,3 +511,50 @@ async def test_a_gpu_that_was_replaced_before_a_restart_is_forgotten_unless_it_h
     await bench.world.sweep()
     await bench.gone_gpus.look()
     assert registered(bench) == [node.gpus[1 - index].uuid, other]
+
+
+# -- names of GPUs in requests ----------------------------------------------------------------------------------------------
+
+NAMED = GpuRegistry()
+for _uuid in ("79f4a7f4-aaaa", "0fe1c342-bbbb", "0fe1d000-cccc", "12345678-dddd"):
+    NAMED = NAMED.register(f"GPU-{_uuid}-0000-0000-000000000000", 1024)
+INDICES = {"79f4a7f4": 4, "0fe1c342": 0, "0fe1d000": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4", "79f4a7f4"),
+        (" GPU4 ", "79f4a7f4"),
+        ("gpu0", "0fe1c342"),
+        ("79f4", "79f4a7f4"),
+        ("GPU-79F4A7F4-AAAA-0000-0000-000000000000", "79f4a7f4"),
+        ("0fe1c", "0fe1c342"),
+        ("gpu-0fe1d000-c", "0fe1d000"),
+        ("12345678", "12345678"),
+        ("GPU-1234", "12345678"),
+    ],
+)
+def test_a_gpu_goes_by_index_name_and_the_beginning_of_its_uuid(text: str, name: str) -> None:
+    assert find_gpu(text, NAMED.gpus, INDICES).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        *((text, "no GPU of this node is called") for text in ("79", "1234", "04", "-1", "", "GPU", "GPU-", "gpu79f4", "GPU 4")),
+        *((text, "no GPU of this node is called") for text in ("ffff", "79f4a7f4-aaab", "79f")),
+        ("GPU-0fe1", "several GPUs of this node match"),
+    ],
+)
+def test_a_name_that_is_unknown_short_or_not_one_gpus_is_refused_with_all_names(text: str, what: str) -> None:
+    with pytest.raises(
+        InputError,
+        match=rf"^{what} '.*' \(give .* 4 digits or more of a UUID\); the GPUs of this node are: .*GPU4 = GPU-79f4a7f4-.*",
+    ):
+        find_gpu(text, NAMED.gpus, INDICES)
+
+
+def test_without_gpus_there_are_none() -> None:
+    with pytest.raises(InputError, match=r"no GPU of this node is called '0' .*; the GPUs of this node are: none"):
+        find_gpu("0", (), {})
