@@ -22,4 +22,4 @@ async def background(work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Ta
 async def until(condition: Callable[[], Any]) -> None:
     """For what has no event, such as files. The test's own time limit ends it. `condition` may be asynchronous."""
     while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)

@@ -14,7 +14,7 @@ from gpumgr.sim.apiserver import SimApiServer
 from tests.background import background
 
 from .fake_api_server import FakeApiServer
-from .stage import Stage, staged
+from .stage import Stage, Time, staged
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
 
@@ -36,38 +36,33 @@ def write_kubeconfig(path: Path, server: str, token: str = "secret") -> Path:
 
 @pytest.fixture
 async def api() -> AsyncIterator[FakeApiServer]:
-    fake = FakeApiServer()
-    runner = await fake.start()
-    yield fake
-    await fake.end_watches()
-    await runner.cleanup()
+    async with FakeApiServer() as fake:
+        yield fake
 
 
 @pytest.fixture
-async def server(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[ApiServer]:
-    connection = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", api.url))
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+async def server(api: FakeApiServer, time: Time, tmp_path: Path) -> AsyncIterator[ApiServer]:
+    connection = await ApiServer.connect(api.kubeconfig(tmp_path / "kubeconfig"), clock=lambda: time.now)
     yield connection
     await connection.close()
 
 
 @pytest.fixture
-async def resting(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    """A publisher in front of `sim` that does not run."""
-    async with staged(sim.kubeconfig(tmp_path / "kubeconfig"), run=False) as made:
-        yield made
-
-
-@pytest.fixture
-async def stage(resting: Stage) -> Stage:
+async def stage(sim: SimApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     """A publisher in front of `sim`."""
-    resting.begin()
-    return resting
+    async with staged(sim.kubeconfig(tmp_path / "kubeconfig")) as made:
+        yield made
 
 
 @pytest.fixture
 async def odd(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
     """A publisher in front of `api`."""
-    async with staged(write_kubeconfig(tmp_path / "kubeconfig", api.url)) as made:
+    async with staged(api.kubeconfig(tmp_path / "kubeconfig")) as made:
         yield made
 
 

@@ -1,13 +1,14 @@
-"""An API server on loopback: lists pods in pages, watches them with resource versions, and misbehaves on demand."""
+"""The simulated API server, misbehaving on demand."""
 
 import asyncio
 import json
-import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
+
+from gpumgr.sim.apiserver import SimApiServer
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -84,142 +85,53 @@ def event(kind: str, item: dict[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": item}).encode() + b"\n"
 
 
-class FakeApiServer:
-    """`lists`, `watches`, `deletions` and `writes` are answers that replace the ordinary one, one request each. `seen` are the queries so
-    far, `written` the method, path and body of each POST and PATCH. `texts`: objects by the path of their list, also in place of
-    the pods; their watches are silent. For a Node it answers HTML. `token`: the only one that it accepts."""
+class FakeApiServer(SimApiServer):
+    """`lists`, `watches`, `deletions` and `writes` are answers that replace the ordinary one, one request each. The ordinary answer to a
+    deletion or write is success, without effect. `seen`: the queries so far; `sent`: method, path and body of each POST and PATCH;
+    `deleted`: path and body of each DELETE. `texts`: objects by the path of their list, also in place of the pods; their watches are
+    silent. `token`: the only one that it accepts; `tokens`: all that it got."""
 
     def __init__(self) -> None:
-        self.version = 1
-        self.pods: dict[str, dict[str, Any]] = {}
-        self.history: list[tuple[int, bytes]] = []
-        self.oldest = 0
-        self.page_size = 100
+        super().__init__("node-1")
         self.lists: deque[Answer] = deque()
         self.watches: deque[Answer] = deque()
         self.deletions: deque[Answer] = deque()
         self.writes: deque[Answer] = deque()
-        self.written: list[tuple[str, str, dict[str, Any]]] = []
+        self.sent: list[tuple[str, str, dict[str, Any]]] = []
         self.seen: list[dict[str, str]] = []
         self.texts: dict[str, Sequence[str]] = {}
         self.token: str | None = None
         self.tokens: list[str] = []
         self.deleted: list[tuple[str, dict[str, Any]]] = []
-        self.changed = asyncio.Condition()
-        self._ending: set[asyncio.Event] = set()
-        self.url = ""
 
-    async def start(self, tls: ssl.SSLContext | None = None) -> web.AppRunner:
-        app = web.Application()
-        app.router.add_delete("/api/v1/namespaces/{namespace}/pods/{name}", self._delete)
-        app.router.add_get("/api/v1/nodes/{name}", raw(b"<html>"))
-        app.router.add_get("/{path:.*}", self._get)
-        app.router.add_post("/{path:.*}", self._write)
-        app.router.add_patch("/{path:.*}", self._write)
-        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
+    def bookmark(self) -> None:
+        self._pods._record("BOOKMARK", {"metadata": {}})
 
-    # -- for tests ---------------------------------------------------------------------------------------------------------
-
-    async def put(self, item: dict[str, Any]) -> None:
-        kind = "MODIFIED" if item["metadata"]["uid"] in self.pods else "ADDED"
-        self.pods[item["metadata"]["uid"]] = item
-        await self._record(kind, item)
-
-    async def remove(self, uid: str) -> None:
-        await self._record("DELETED", self.pods.pop(uid))
-
-    async def bookmark(self) -> None:
-        await self._record("BOOKMARK", {"metadata": {}})
-
-    async def expire_history(self) -> None:
+    def expire_history(self) -> None:
         """Expires all earlier versions and ends the running watches."""
-        self.history.clear()
-        self.version += 1
-        self.oldest = self.version
-        await self.end_watches()
-
-    async def end_watches(self) -> None:
-        for ending in self._ending:
-            ending.set()
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def until(self, wanted: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30), self.changed:
-            await self.changed.wait_for(wanted)
+        self.bookmark()
+        self.forget()
 
     def count(self, *, watch: bool) -> int:
         return sum(("watch" in query) == watch for query in self.seen)
 
-    # -- the server --------------------------------------------------------------------------------------------------------
-
-    async def _record(self, kind: str, item: dict[str, Any]) -> None:
-        self.version += 1
-        item["metadata"]["resourceVersion"] = str(self.version)
-        self.history.append((self.version, event(kind, item)))
-        async with self.changed:
-            self.changed.notify_all()
-
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        query = dict(request.query)
-        self.seen.append(query)
+    @web.middleware
+    async def _tracked(self, request: web.Request, handler: Answer) -> web.StreamResponse:
         self.tokens.append(request.headers.get("Authorization", ""))
-        async with self.changed:
-            self.changed.notify_all()
+        if request.method == "GET":
+            self.seen.append(dict(request.query))
+            other = request.path in self.texts or request.path != "/api/v1/pods"
+            answers, ordinary = self.watches if "watch" in request.query else self.lists, self._other if other else handler
+        elif request.method == "DELETE":
+            self.deleted.append((request.path, await request.json()))
+            answers, ordinary = self.deletions, status(200, "done")
+        else:
+            self.sent.append((request.method, request.path, await request.json()))
+            answers, ordinary = self.writes, status(200, "done")
         if self.token is not None and self.tokens[-1] != f"Bearer {self.token}":
-            return await status(401, "expired")(request)
-        if request.path != "/api/v1/pods" or request.path in self.texts:
-            text = listed(*self.texts.get(request.path, ()))
-            return await silent()(request) if "watch" in query else web.Response(text=text, content_type="application/json")
-        scripted = self.watches if "watch" in query else self.lists
-        if scripted:
-            return await scripted.popleft()(request)
-        return await self._watch(request) if "watch" in query else self._list(query)
+            answers, ordinary = deque(), status(401, "expired")
+        return await super()._tracked(request, answers.popleft() if answers else ordinary)
 
-    def _list(self, query: dict[str, str]) -> web.Response:
-        start = int(query.get("continue", "0"))
-        end = start + min(self.page_size, int(query.get("limit", "500")))
-        items = list(self.pods.values())
-        metadata = {"resourceVersion": str(self.version)} | ({"continue": str(end)} if end < len(items) else {})
-        return web.json_response({"kind": "PodList", "metadata": metadata, "items": items[start:end]})
-
-    async def _watch(self, request: web.Request) -> web.StreamResponse:
-        version = int(request.query["resourceVersion"])
-        if version < self.oldest:
-            return await status(410, "too old resource version")(request)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        ending = asyncio.Event()
-        self._ending.add(ending)
-        while not ending.is_set():
-            for number, line in self.history:
-                if number > version:
-                    version = number
-                    await response.write(line)
-            async with self.changed:
-                news = self.history and self.history[-1][0] > version
-                if not news and not ending.is_set():
-                    await self.changed.wait()
-        self._ending.discard(ending)
-        return response
-
-    async def _delete(self, request: web.Request) -> web.StreamResponse:
-        self.deleted.append((request.path, await request.json()))
-        async with self.changed:
-            self.changed.notify_all()
-        if self.deletions:
-            return await self.deletions.popleft()(request)
-        return web.json_response({"kind": "Status", "status": "Success"})
-
-    async def _write(self, request: web.Request) -> web.StreamResponse:
-        self.written.append((request.method, request.path, await request.json()))
-        self.tokens.append(request.headers.get("Authorization", ""))
-        async with self.changed:
-            self.changed.notify_all()
-        if self.writes:
-            return await self.writes.popleft()(request)
-        return web.json_response({"kind": "Status", "status": "Success"})
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        text = listed(*self.texts.get(request.path, ()))
+        return await silent()(request) if "watch" in request.query else web.Response(text=text, content_type="application/json")

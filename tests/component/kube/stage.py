@@ -1,7 +1,7 @@
 """A publisher in front of an API server, with a clock that its pauses advance."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.publisher.events import Event, pod_ref
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.placement.pods import PodKey
+from tests.background import background, until
 
 POD = ("team", "web-0")
 OTHER = ("team", "web-1")
@@ -26,12 +27,6 @@ class Time:
         self.passes = asyncio.Event()
         self.passes.set()
 
-    def clock(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return 1_800_000_000 + self.now
-
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         await self.passes.wait()
@@ -40,18 +35,17 @@ class Time:
 
 
 class Stage:
-    """A publisher; `begin` runs it."""
-
     def __init__(self, server: ApiServer, time: Time, **options: Any) -> None:
         self.time = time
         self.publisher = Publisher(
-            server, "node-1", clock=time.clock, wall=time.wall, sleep=time.sleep, jitter=lambda: 0.5, **options
+            server,
+            "node-1",
+            clock=lambda: time.now,
+            wall=lambda: 1_800_000_000 + time.now,
+            sleep=time.sleep,
+            jitter=lambda: 0.5,
+            **options,
         )
-        self.node = self.publisher
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        self._task = asyncio.create_task(self.publisher.run())
 
     @property
     def waiting(self) -> int:
@@ -67,35 +61,25 @@ class Stage:
     def withdraw(self, uid: str, reason: str = "over its limit") -> None:
         self.publisher.evict(f"{reason} {uid}", ())
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                assert self._task is None or not self._task.done(), self._task
-                await asyncio.sleep(0.002)
-
     async def written(self) -> None:
-        await self.until(lambda: self.waiting == 0)
+        await until(lambda: self.waiting == 0)
 
     async def a_try(self) -> None:
         """Until the publisher has slept once more."""
         before = len(self.time.slept)
-        await self.until(lambda: len(self.time.slept) > before)
-
-    async def end(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await until(lambda: len(self.time.slept) > before)
 
 
 @asynccontextmanager
-async def staged(kubeconfig: Path, *, run: bool = True, **options: Any) -> AsyncIterator[Stage]:
+async def resting(kubeconfig: Path, **options: Any) -> AsyncIterator[Stage]:
+    """A publisher that does not run."""
     time = Time()
-    server = await ApiServer.connect(kubeconfig, clock=time.clock)
-    stage = Stage(server, time, **options)
-    if run:
-        stage.begin()
-    try:
+    server = await ApiServer.connect(kubeconfig, clock=lambda: time.now)
+    yield Stage(server, time, **options)
+    await server.close()
+
+
+@asynccontextmanager
+async def staged(kubeconfig: Path, **options: Any) -> AsyncIterator[Stage]:
+    async with resting(kubeconfig, **options) as stage, background(stage.publisher.run()):
         yield stage
-    finally:
-        await stage.end()
-        await server.close()

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import Eviction
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
 from .fake_api_server import FakeApiServer, status
 from .stage import OTHER, POD, Stage, staged
@@ -58,7 +59,7 @@ async def test_a_disruption_budget_holds_up_its_own_pod_alone(sim: SimApiServer,
         stage.evict(POD, "uid-0")
         stage.evict(OTHER, "uid-1")
         stage.warn("the queue goes on")
-        await stage.until(lambda: stage.time.now > 600)
+        await until(lambda: stage.time.now > 600)
         state = stage.publisher.state()
         assert (state.waiting, state.away, sim.requests[:3]) == (1, False, ["evict", "evict", "event"])
         assert state.oldest_seconds < 1  # it does not wait for the API server
@@ -73,7 +74,7 @@ async def test_an_eviction_that_is_withdrawn_is_not_requested_when_the_budget_al
     sim.protected.add("uid-0")
     stage.time.passes.clear()
     stage.evict(POD, "uid-0")
-    await stage.until(lambda: bool(stage.time.slept))  # until its next try
+    await until(lambda: bool(stage.time.slept))  # until its next try
     stage.withdraw("uid-0")
     stage.withdraw("unknown")
     assert stage.waiting == 0
@@ -91,9 +92,9 @@ async def test_an_eviction_that_is_withdrawn_while_it_waits_for_its_token_is_nei
     stage.time.passes.clear()
     for number in range(100):
         stage.publisher.annotate_pod(POD, f"uid-{number}", {"a": "1"})  # uses up the burst
-    await stage.until(lambda: stage.waiting == 0)
+    await until(lambda: stage.waiting == 0)
     stage.evict(POD, "uid-0")
-    await stage.until(lambda: bool(stage.time.slept))
+    await until(lambda: bool(stage.time.slept))
     stage.withdraw("uid-0")
     stage.time.passes.set()
     stage.warn("the queue goes on")
@@ -113,10 +114,10 @@ async def test_the_refusal_of_an_eviction_that_was_withdrawn_during_its_request_
 
     api.writes.append(late)
     odd.evict(POD, "uid-0")
-    await odd.until(lambda: len(api.written) == 1)
+    await until(lambda: len(api.sent) == 1)
     odd.withdraw("uid-0")
     withdrawn.set()
-    await odd.until(lambda: odd.publisher.state().written == {("eviction", "refused"): 1})
+    await until(lambda: odd.publisher.state().written == {("eviction", "refused"): 1})
     assert not odd.publisher.take_refused_evictions()
 
 

@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
+from tests.background import until
 
 from .stage import Stage, staged
 
@@ -24,18 +25,18 @@ READY = {"type": "Ready", "status": "True"}
 async def test_an_annotation_is_written_on_change_and_every_ten_minutes_and_removed_once(sim: SimApiServer, stage: Stage) -> None:
     """HAMi's scheduler sets its lock for each pod."""
     sim.written.annotations |= {"theirs": "kept", "hami.io/mutex.lock": "first"}
-    stage.node.annotate("gpumgr.io/inventory", "long")
-    stage.node.remove_annotation("hami.io/mutex.lock")
+    stage.publisher.annotate("gpumgr.io/inventory", "long")
+    stage.publisher.remove_annotation("hami.io/mutex.lock")
     await stage.written()
     assert sim.written.annotations == {"theirs": "kept", "gpumgr.io/inventory": "long"}
     sim.written.annotations |= {"gpumgr.io/inventory": "as another wrote it", "hami.io/mutex.lock": "second"}
-    stage.node.annotate("gpumgr.io/inventory", "long")
+    stage.publisher.annotate("gpumgr.io/inventory", "long")
     assert stage.waiting == 0
     stage.time.now += 600
-    stage.node.annotate("gpumgr.io/inventory", "long")
+    stage.publisher.annotate("gpumgr.io/inventory", "long")
     await stage.written()
     assert sim.written.annotations == {"theirs": "kept", "gpumgr.io/inventory": "long", "hami.io/mutex.lock": "second"}
-    stage.node.annotate("gpumgr.io/enforcement", "mps")
+    stage.publisher.annotate("gpumgr.io/enforcement", "mps")
     await stage.written()
     assert sim.written.annotations["gpumgr.io/enforcement"] == "mps"
     assert sim.requests == ["annotate"] * 3
@@ -43,11 +44,11 @@ async def test_an_annotation_is_written_on_change_and_every_ten_minutes_and_remo
 
 async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: Stage) -> None:
     sim.written.labels.update({"zone": "a", "nvidia.com/gpu.count": "of-others"})
-    stage.node.label({**LABELS, "nvidia.com/gpu.count": "8"})
+    stage.publisher.label({**LABELS, "nvidia.com/gpu.count": "8"})
     await stage.written()
     assert sim.written.labels == {"zone": "a", "nvidia.com/gpu.count": "of-others", **LABELS}
     assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model,nvidia.com/gpu.product"}
-    stage.node.label({"gaia.tencent.com/gpu-model": "H200"})
+    stage.publisher.label({"gaia.tencent.com/gpu-model": "H200"})
     await stage.written()
     assert sim.written.labels == {"zone": "a", "nvidia.com/gpu.count": "of-others", "gaia.tencent.com/gpu-model": "H200"}
     assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model"}
@@ -56,7 +57,7 @@ async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: 
 
 async def test_labels_that_were_removed_are_written_again_with_the_next_resync(sim: SimApiServer, stage: Stage) -> None:
     for _ in range(11):
-        stage.node.label(LABELS)
+        stage.publisher.label(LABELS)
         await stage.written()
         assert sim.written.labels == (LABELS if stage.time.now in (0, 600) else {})
         sim.written.labels.clear()
@@ -74,7 +75,7 @@ async def test_where_gpu_feature_discovery_labels_the_node_its_labels_are_left_a
     sim.written.labels.update(present)
     sim.written.managers += managers
     sim.written.annotations["gpumgr.io/labels"] = "nvidia.com/gpu.count"
-    stage.node.label({**LABELS, "nvidia.com/gpu.memory": "1"})
+    stage.publisher.label({**LABELS, "nvidia.com/gpu.memory": "1"})
     await stage.written()
     assert sim.written.labels == {**present, "gaia.tencent.com/gpu-model": "H100"}
     assert sim.written.annotations == {"gpumgr.io/labels": "gaia.tencent.com/gpu-model"}
@@ -85,7 +86,7 @@ async def test_where_gpu_feature_discovery_labels_the_node_its_labels_are_left_a
 
 async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: SimApiServer, stage: Stage) -> None:
     sim.written.conditions["Ready"] = READY
-    stage.node.set_condition(TROUBLE)
+    stage.publisher.set_condition(TROUBLE)
     await stage.written()
     assert sim.written.conditions["GpuTrouble"] == {
         "type": "GpuTrouble",
@@ -97,11 +98,11 @@ async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: Sim
     }
     for _ in range(20):
         stage.time.now += 60
-        stage.node.set_condition(TROUBLE)
+        stage.publisher.set_condition(TROUBLE)
         await stage.written()
     condition = sim.written.conditions["GpuTrouble"]
     assert (condition["lastHeartbeatTime"], condition["lastTransitionTime"]) == ("2027-01-15T08:20:00Z", "2027-01-15T08:00:00Z")
-    stage.node.set_condition(HEALTHY)
+    stage.publisher.set_condition(HEALTHY)
     await stage.written()
     assert (condition["status"], condition["lastTransitionTime"]) == ("False", "2027-01-15T08:20:00Z")
     assert sim.requests == ["node", "condition"] * 4
@@ -110,7 +111,7 @@ async def test_the_condition_is_written_on_change_and_every_ten_minutes(sim: Sim
 
 async def test_a_condition_that_is_set_again_after_its_removal_begins_anew(sim: SimApiServer, stage: Stage) -> None:
     for condition in (TROUBLE, None, TROUBLE):
-        stage.node.set_condition(condition)
+        stage.publisher.set_condition(condition)
         await stage.written()
         assert ("GpuTrouble" in sim.written.conditions) == (condition is not None)
         stage.time.now += 60
@@ -121,13 +122,13 @@ async def test_a_text_that_changes_each_second_is_written_every_ten_seconds_and_
     sim: SimApiServer, stage: Stage
 ) -> None:
     for second in range(120):
-        stage.node.set_condition(Condition(trouble=True, reason="GpuUnhealthy", message=f"{second} errors"))
+        stage.publisher.set_condition(Condition(trouble=True, reason="GpuUnhealthy", message=f"{second} errors"))
         await asyncio.sleep(0.001)
         stage.time.now += 1
     assert 2 <= sim.requests.count("condition") <= stage.time.now / 10 + 2
     slept = stage.time.now
-    stage.node.set_condition(HEALTHY)
-    await stage.until(lambda: sim.written.conditions["GpuTrouble"]["status"] == "False")
+    stage.publisher.set_condition(HEALTHY)
+    await until(lambda: sim.written.conditions["GpuTrouble"]["status"] == "False")
     assert stage.time.now - slept < 1
 
 
@@ -141,7 +142,7 @@ async def test_the_condition_of_an_earlier_process_goes_on(sim: SimApiServer, st
         "lastTransitionTime": "2027-01-14T08:00:00Z",
     }
     sim.written.conditions["GpuTrouble"] = dict(before)
-    stage.node.set_condition(Condition(trouble=True, reason="GpuLost", message="GPU3 is gone"))
+    stage.publisher.set_condition(Condition(trouble=True, reason="GpuLost", message="GPU3 is gone"))
     await stage.written()
     condition = sim.written.conditions["GpuTrouble"]
     assert (condition["reason"], condition["lastTransitionTime"]) == ("GpuLost", "2027-01-14T08:00:00Z")
@@ -151,16 +152,16 @@ async def test_the_condition_of_an_earlier_process_goes_on(sim: SimApiServer, st
 
 
 async def describe(sim: SimApiServer, stage: Stage) -> None:
-    stage.node.label(LABELS)
-    stage.node.set_condition(TROUBLE)
+    stage.publisher.label(LABELS)
+    stage.publisher.set_condition(TROUBLE)
     await stage.written()
     assert "GpuTrouble" in sim.written.conditions
     assert sim.written.labels == {"zone": "a", **LABELS}
 
 
 async def remove(stage: Stage) -> None:
-    stage.node.set_condition(None)
-    stage.node.label({})
+    stage.publisher.set_condition(None)
+    stage.publisher.label({})
     await stage.written()
 
 

@@ -7,13 +7,14 @@ import pytest
 from aiohttp import web
 
 from gpumgr.kube.reflector import WatchTimes
+from tests.background import until
 
 from .conftest import Start
-from .fake_api_server import Answer, FakeApiServer, cut, event, pod, raw, silent, status
+from .fake_api_server import Answer, FakeApiServer, cut, event, listed, pod, raw, silent, status
 
 
 async def test_lists_this_nodes_pods_then_follows_changes(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
+    api.put_document(pod("a", "uid-a"))
     async with start() as running:
         a = running.cache.get(("default", "a"))
         assert a is not None
@@ -22,65 +23,65 @@ async def test_lists_this_nodes_pods_then_follows_changes(api: FakeApiServer, st
         assert api.seen[0]["fieldSelector"] == "spec.nodeName=node-1"
         assert await running.next() == (None, a)
 
-        await api.put(pod("b", "uid-b"))
+        api.put_document(pod("b", "uid-b"))
         before, b = await running.next()
         assert (before, b) == (None, running.cache.get(("default", "b")))
 
-        await api.put(pod("b", "uid-b", phase="Failed"))
+        api.put_document(pod("b", "uid-b", phase="Failed"))
         before, after = await running.next()
         assert before == b
         assert after is not None
         assert after.ended
 
-        await api.remove("uid-b")
+        api.remove("uid-b")
         assert await running.next() == (after, None)
         assert [view.uid for view in running.cache.all()] == ["uid-a"]
         assert running.cache.by_uid("uid-b") is None
 
 
 async def test_reads_a_long_list_page_by_page(api: FakeApiServer, start: Start) -> None:
-    api.page_size = 3
-    for n in range(8):
-        await api.put(pod(f"p{n}", f"uid-{n}"))
+    for last in (False, False, True):
+        page = listed(json.dumps(pod(f"p{len(api.lists)}", f"uid-{len(api.lists)}")))
+        api.lists.append(raw((page if last else page.replace('"5"}', f'"5", "continue": "{len(api.lists)}"}}')).encode()))
     async with start() as running:
-        assert {view.uid for view in running.cache.all()} == {f"uid-{n}" for n in range(8)}
-        assert api.count(watch=False) == 3
+        assert {view.uid for view in running.cache.all()} == {"uid-0", "uid-1", "uid-2"}
+        assert [query.get("continue") for query in api.seen if "watch" not in query] == [None, "0", "1"]
 
 
 async def test_a_name_that_recurs_belongs_to_the_later_incarnation(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("web-0", "uid-1"))
+    api.put_document(pod("web-0", "uid-1"))
     async with start() as running:
         await running.next()
-        await api.put(pod("web-0", "uid-2"))
+        api.put_document(pod("web-0", "uid-2"))
         await running.next()
-        await api.remove("uid-1")
+        api.remove("uid-1")
         await running.next()
         assert running.cache.get(("default", "web-0")) is running.cache.by_uid("uid-2") is not None
 
 
 async def test_after_an_expired_version_a_list_reports_deletions(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("stays", "uid-s"))
-    await api.put(pod("goes", "uid-g"))
+    api.put_document(pod("stays", "uid-s"))
+    api.put_document(pod("goes", "uid-g"))
     async with start() as running:
         await running.next()
         await running.next()
-        await api.until(lambda: api.count(watch=True) == 1)
-        del api.pods["uid-g"]  # without an event
-        await api.put(pod("new", "uid-n"))
+        await until(lambda: api.count(watch=True) == 1)
+        del api._pods.items["uid-g"]  # without an event
+        api.put_document(pod("new", "uid-n"))
         assert (await running.next())[1] == running.cache.by_uid("uid-n")
-        await api.expire_history()
+        api.expire_history()
         assert await running.next_uids() == ("uid-g", None)
         assert {view.uid for view in running.cache.all()} == {"uid-s", "uid-n"}
 
 
 async def test_a_relist_without_differences_reports_nothing(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
+    api.put_document(pod("a", "uid-a"))
     async with start() as running:
         await running.next()
         api.watches.append(raw(event("ERROR", {"code": 410, "reason": "Expired", "message": "too old"})))
-        await api.end_watches()
-        await api.until(lambda: api.count(watch=False) == 2 and api.count(watch=True) >= 2)
-        await api.put(pod("b", "uid-b"))
+        api.end_watches()
+        await until(lambda: api.count(watch=False) == 2 and api.count(watch=True) >= 2)
+        api.put_document(pod("b", "uid-b"))
         assert await running.next_uids() == (None, "uid-b")
 
 
@@ -112,12 +113,12 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_a_watch_that_fails_is_resumed(failure: str, api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
+    api.put_document(pod("a", "uid-a"))
     api.watches.extend([FAILURES[failure]] * 2)
     async with start() as running:
         await running.next()
-        await api.until(lambda: api.count(watch=True) >= 3)
-        await api.put(pod("later", "uid-l"))
+        await until(lambda: api.count(watch=True) >= 3)
+        api.put_document(pod("later", "uid-l"))
         assert await running.next_uids() == (None, "uid-l")
         assert running.cache.by_uid("uid-a") is not None
 
@@ -136,7 +137,7 @@ LIST_FAILURES: dict[str, Answer] = {
 
 @pytest.mark.parametrize("failure", LIST_FAILURES)
 async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
+    api.put_document(pod("a", "uid-a"))
     api.lists.extend([LIST_FAILURES[failure]] * 2)
     async with start(synced=False) as running:
         assert not running.cache.synced
@@ -162,18 +163,18 @@ async def test_lines_may_be_split_anywhere(parts: tuple[bytes, ...], uid: str, a
 async def test_a_silent_connection_is_closed_after_a_bounded_time(api: FakeApiServer, start: Start) -> None:
     api.watches.append(silent(b"\n"))
     async with start(WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(0, 0), silence_seconds=0.05)):
-        await api.until(lambda: api.count(watch=True) >= 2)
+        await until(lambda: api.count(watch=True) >= 2)
 
 
 async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        await api.until(lambda: api.count(watch=True) == 1)
-        api.version = 70
-        await api.bookmark()
-        await api.put(pod("a", "uid-a"))
+        await until(lambda: api.count(watch=True) == 1)
+        api._pods._version.set(70)
+        api.bookmark()
+        api.put_document(pod("a", "uid-a"))
         await running.next()
-        await api.end_watches()
-        await api.until(lambda: api.count(watch=True) == 2)
+        api.end_watches()
+        await until(lambda: api.count(watch=True) == 2)
         assert api.seen[-1]["resourceVersion"] == "72"
         assert api.count(watch=False) == 1
 
@@ -186,7 +187,7 @@ async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start:
         given_up = asyncio.create_task(running.cache.wait_for(("default", "a"), 30))
         await asyncio.sleep(0)
         given_up.cancel()
-        await api.put(pod("a", "uid-a"))
+        api.put_document(pod("a", "uid-a"))
         found = await asyncio.gather(*waiting)
         assert found[0] is found[1]
         assert found[0] is running.cache.get(("default", "a"))
@@ -196,34 +197,34 @@ async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start:
 
 async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
-        await api.put(pod("a", "uid-a"))
+        api.put_document(pod("a", "uid-a"))
         assert await running.cache.wait_for(("default", "a"), 30) is not None
         assert await running.cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
         assert await running.cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
         waiting = asyncio.create_task(running.cache.wait_for(("default", "a"), 30, uid="uid-a3"))
-        await api.put(pod("a", "uid-a2"))
+        api.put_document(pod("a", "uid-a2"))
         assert await running.cache.wait_for(("default", "a"), 30, uid="uid-a2") is not None
         assert not waiting.done()
-        await api.put(pod("a", "uid-a3"))
+        api.put_document(pod("a", "uid-a3"))
         assert await waiting is running.cache.by_uid("uid-a3")
 
 
 async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Start) -> None:
     async with start() as running:
         cache = running.cache
-        await api.put(pod("a", "uid-a", phase="Failed"))
+        api.put_document(pod("a", "uid-a", phase="Failed"))
         assert await cache.wait_for(("default", "a"), 30, uid="uid-a") is not None
         assert await cache.wait_for(("default", "a"), 0.01) is None
         waiting = asyncio.create_task(cache.wait_for(("default", "a"), 30))
         await asyncio.sleep(0)
-        await api.put(pod("a", "uid-a2"))
+        api.put_document(pod("a", "uid-a2"))
         assert await waiting is cache.by_uid("uid-a2")
 
 
 @pytest.mark.parametrize("end", ["ended", "deleted"])
 async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: Start) -> None:
     for name in ("a", "b", "c"):
-        await api.put(pod(name, f"uid-{name}"))
+        api.put_document(pod(name, f"uid-{name}"))
     async with start() as running:
         await running.cache.wait_ended({"uid-a"}, 0.01)
         await running.cache.wait_ended({"unknown"}, 60)
@@ -231,7 +232,7 @@ async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: St
         for number, name in enumerate(("c", "a", "b"), start=1):
             await asyncio.sleep(0)
             assert not waiting.done()
-            await (api.put(pod(name, f"uid-{name}", phase="Succeeded")) if end == "ended" else api.remove(f"uid-{name}"))
+            api.put_document(pod(name, f"uid-{name}", phase="Succeeded")) if end == "ended" else api.remove(f"uid-{name}")
             for _ in range(4 if number == 1 else 1):  # three changes are the list's
                 await running.next()
         await waiting
@@ -242,7 +243,7 @@ async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: F
         assert not running.cache.reachable
         await running.synced()
         assert running.cache.reachable
-        await api.until(lambda: api.count(watch=True) == 1)
+        await until(lambda: api.count(watch=True) == 1)
         down = asyncio.Event()
 
         async def away(request: web.Request) -> web.StreamResponse:
@@ -250,12 +251,12 @@ async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: F
             return await status(503, "the API server is shutting down")(request)
 
         api.watches.extend([away] * 3)
-        await api.end_watches()
+        api.end_watches()
         await down.wait()
-        await api.until(lambda: api.count(watch=True) >= 3)
+        await until(lambda: api.count(watch=True) >= 3)
         assert not running.cache.reachable
-        await api.until(lambda: api.count(watch=True) >= 5)
-        await api.put(pod("a", "uid-a"))
+        await until(lambda: api.count(watch=True) >= 5)
+        api.put_document(pod("a", "uid-a"))
         await running.next()
         assert running.cache.reachable
 

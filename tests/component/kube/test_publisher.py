@@ -13,9 +13,10 @@ from gpumgr.kube.publisher.objects import Condition
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.apiserver_objects import Document
 from gpumgr.sim.kubelet_pods import SimContainer, SimPod
+from tests.background import until
 
-from .fake_api_server import Answer, FakeApiServer, lost, status
-from .stage import OTHER, POD, Stage, staged
+from .fake_api_server import Answer, FakeApiServer, lost, raw, status
+from .stage import OTHER, POD, Stage, resting, staged
 
 LABELS = {"gaia.tencent.com/gpu-model": "H100"}
 TROUBLE = Condition(trouble=True, reason="GpuUnhealthy", message="GPU3: XID 79")
@@ -121,7 +122,7 @@ async def test_a_change_during_a_request_is_written_next(sim: SimApiServer, stag
     stage.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
     await asyncio.sleep(0.01)
     stage.publisher.annotate_pod(POD, "uid-0", {"a": "2"})
-    stage.node.annotate("a", "1")
+    stage.publisher.annotate("a", "1")
     await stage.written()
     assert (sim.annotations("uid-0"), sim.written.annotations) == ({"a": "2"}, {"a": "1"})
 
@@ -167,9 +168,9 @@ async def test_after_ten_minutes_without_an_api_server_the_latest_state_of_every
                 stage.publisher.annotate_pod(pod, uid, {"state": f"{number} of {rounds}"})
                 stage.warn(f"for the {rounds}. time", uid)
             stage.evict(*pods[0])
-            stage.node.annotate("round", str(rounds))
-            stage.node.label({"round": str(rounds)})
-            stage.node.set_condition(Condition(trouble=bool(rounds % 2), reason="Round", message=f"round {rounds}"))
+            stage.publisher.annotate("round", str(rounds))
+            stage.publisher.label({"round": str(rounds)})
+            stage.publisher.set_condition(Condition(trouble=bool(rounds % 2), reason="Round", message=f"round {rounds}"))
             waiting.append(stage.waiting)
             await stage.a_try()
         state = stage.publisher.state()
@@ -197,7 +198,7 @@ async def test_an_outage_and_dropped_events_are_logged_once_and_pauses_grow_to_a
         with capture_logs() as logs:
             for number in range(10):
                 stage.warn("too much", uid=f"uid-{number}")
-            await stage.until(lambda: len(stage.time.slept) > 10)
+            await until(lambda: len(stage.time.slept) > 10)
             assert stage.time.slept[:8] == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
             await sim.start()
             await stage.written()
@@ -210,15 +211,15 @@ async def test_an_outage_and_dropped_events_are_logged_once_and_pauses_grow_to_a
     assert (logs[-1]["dropped"], stage.publisher.state().dropped) == (4, 4)
 
 
-async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, resting: Stage) -> None:
+async def test_a_job_with_a_bug_does_not_stop_the_others(sim: SimApiServer, tmp_path: Path) -> None:
     put_pod(sim, POD, "uid-0")
-    resting.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
-    resting.warn("the queue goes on")
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        await resting.publisher.run()
-    assert resting.waiting == 2
-    resting.begin()
-    await resting.until(lambda: resting.waiting == 1)
+    async with resting(sim.kubeconfig(tmp_path / "kubeconfig")) as stage:
+        stage.publisher.annotate_pod(POD, "uid-0", {"a": object()})  # type: ignore[dict-item]  # no JSON: a bug of the caller
+        stage.warn("the queue goes on")
+        for waiting in (2, 1):
+            with pytest.raises(TypeError, match="not JSON serializable"):
+                await stage.publisher.run()
+            assert stage.waiting == waiting
     assert sim.written.events
 
 
@@ -234,10 +235,10 @@ async def test_a_missing_right_is_logged_once_and_stops_nothing_else(sim: SimApi
             stage.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
             await stage.written()
         stage.evict(POD, "uid-0")
-        stage.node.annotate("a", "1")
+        stage.publisher.annotate("a", "1")
         await stage.written()
         sim.forbidden.clear()
-        stage.node.annotate("a", "2")
+        stage.publisher.annotate("a", "2")
         stage.warn("message 0")
         await stage.written()
     assert (sim.written.annotations, len(sim.written.events)) == ({"a": "2"}, 1)
@@ -254,8 +255,8 @@ async def test_a_right_on_the_node_that_comes_later_is_used_with_the_next_resync
     sim.forbidden.add(("get", "nodes"))
     with capture_logs() as logs:
         for _ in range(3):
-            stage.node.label(LABELS)
-            stage.node.set_condition(TROUBLE)
+            stage.publisher.label(LABELS)
+            stage.publisher.set_condition(TROUBLE)
             await stage.written()
     assert sim.requests == ["node", "node"]
     assert [(line["what"], line["remedy"]) for line in logs] == [
@@ -265,8 +266,8 @@ async def test_a_right_on_the_node_that_comes_later_is_used_with_the_next_resync
     assert stage.publisher.state().written == {("node", "refused"): 2}
     sim.forbidden.clear()
     stage.time.now += 600
-    stage.node.label(LABELS)
-    stage.node.set_condition(TROUBLE)
+    stage.publisher.label(LABELS)
+    stage.publisher.set_condition(TROUBLE)
     await stage.written()
     assert (sim.written.labels, list(sim.written.conditions)) == (LABELS, ["GpuTrouble"])
 
@@ -285,7 +286,7 @@ async def test_without_the_right_to_count_no_second_event_is_created(sim: SimApi
 async def test_the_remedy_for_an_unknown_node_is_its_name(tmp_path: Path) -> None:
     async with SimApiServer("node-2") as sim, staged(sim.kubeconfig(tmp_path / "kubeconfig")) as stage:
         with capture_logs() as logs:
-            stage.node.annotate("a", "1")
+            stage.publisher.annotate("a", "1")
             await stage.written()
     assert logs[0]["remedy"] == "there is no node node-1: set node.name to the name that `kubectl get nodes` shows"
 
@@ -305,20 +306,20 @@ async def test_the_remedy_for_an_unknown_node_is_its_name(tmp_path: Path) -> Non
 )
 async def test_transient_errors_are_retried(answer: Answer, waits_seconds: float, api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([answer] * 3)
-    odd.node.annotate("a", "1")
-    await api.until(lambda: len(api.written) == 4)
+    odd.publisher.annotate("a", "1")
+    await until(lambda: len(api.sent) == 4)
     patch = ("PATCH", "/api/v1/nodes/node-1", {"metadata": {"annotations": {"a": "1"}}})
-    assert api.written == [patch] * 4
+    assert api.sent == [patch] * 4
     assert odd.time.now >= waits_seconds, "as long as Retry-After asks for"
 
 
 async def test_one_request_that_always_fails_does_not_hold_up_the_others(api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([status(500, "a webhook is broken")] * 2)
-    odd.node.annotate("a", "1")
+    odd.publisher.annotate("a", "1")
     odd.evict(POD, "uid-0")
     odd.warn("too much")
-    await api.until(lambda: len(api.written) == 5)
-    assert [path.rpartition("/")[2] for _, path, _ in api.written[:3]] == ["node-1", "eviction", "events"]
+    await until(lambda: len(api.sent) == 5)
+    assert [path.rpartition("/")[2] for _, path, _ in api.sent[:3]] == ["node-1", "eviction", "events"]
 
 
 async def test_one_request_that_always_fails_is_sent_ever_more_rarely_while_others_succeed(
@@ -335,7 +336,7 @@ async def test_one_request_that_always_fails_is_sent_ever_more_rarely_while_othe
 
     api.writes.extend([broken_for_pods] * 1000)
     odd.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
-    await odd.until(lambda: odd.time.now > 120)
+    await until(lambda: odd.time.now > 120)
     assert [later - earlier for earlier, later in pairwise(tries)][:5] == pytest.approx([2, 4, 8, 16, 32], abs=1)
     assert odd.publisher.state().oldest_seconds > 100, "what was to be written at the start is late"
 
@@ -348,7 +349,7 @@ async def test_a_request_that_never_gets_an_answer_does_not_hold_up_the_others(a
     odd.evict(POD, "uid-0")
     odd.publisher.annotate_pod(POD, "uid-0", {"a": "1"})
     odd.warn("too much")
-    await odd.until(lambda: odd.waiting == 1)
+    await until(lambda: odd.waiting == 1)
     assert odd.publisher.state().written == {("pod", "ok"): 1, ("event", "ok"): 1}
 
 
@@ -360,22 +361,22 @@ async def test_a_change_during_a_request_that_fails_is_written_with_what_the_req
         return await status(500, "a webhook is broken")(request)
 
     api.writes.append(late)
-    odd.node.annotate("a", "1")
-    odd.node.annotate("b", "1")
-    odd.node.remove_annotation("c")
-    await api.until(lambda: len(api.written) == 1)
-    odd.node.annotate("a", "2")
+    odd.publisher.annotate("a", "1")
+    odd.publisher.annotate("b", "1")
+    odd.publisher.remove_annotation("c")
+    await until(lambda: len(api.sent) == 1)
+    odd.publisher.annotate("a", "2")
     changed.set()
-    await api.until(lambda: len(api.written) == 2)
-    written = [body["metadata"]["annotations"] for _, _, body in api.written]
+    await until(lambda: len(api.sent) == 2)
+    written = [body["metadata"]["annotations"] for _, _, body in api.sent]
     assert written == [{"a": "1", "b": "1", "c": None}, {"a": "2", "b": "1", "c": None}]
 
 
 async def test_a_request_whose_answer_was_lost_creates_no_second_event(api: FakeApiServer, odd: Stage) -> None:
     api.writes.extend([lost, status(409, "already exists")])
     odd.warn("too much")
-    await api.until(lambda: len(api.written) == 3)
-    (_, _, first), (_, _, second), (method, path, body) = api.written
+    await until(lambda: len(api.sent) == 3)
+    (_, _, first), (_, _, second), (method, path, body) = api.sent
     assert first == second
     assert (method, path) == ("PATCH", f"/api/v1/namespaces/team/events/{first['metadata']['name']}")
     assert body["count"] == 1
@@ -386,16 +387,17 @@ async def test_credentials_that_can_not_be_read_are_retried(api: FakeApiServer, 
     api.writes.extend([status(401, "who are you")] * 3)
     with capture_logs() as logs:
         odd.warn("too much")
-        await api.until(lambda: len(api.written) == 4)
+        await until(lambda: len(api.sent) == 4)
     assert [line["event"] for line in logs][:2] == ["announcements_wait", "credentials_not_renewed"]
 
 
 async def test_an_answer_that_is_no_node_is_not_patched(api: FakeApiServer, odd: Stage) -> None:
+    api.lists.append(raw(b"<html>"))
     with capture_logs() as logs:
-        odd.node.label({"a": "1"})
-        await odd.until(lambda: bool(logs))
+        odd.publisher.label({"a": "1"})
+        await until(lambda: bool(logs))
     assert logs[0]["error"].startswith("the API server's answer is no JSON object: ")
-    assert api.written == []
+    assert api.sent == []
 
 
 async def test_a_namespace_that_terminates_is_no_missing_right(api: FakeApiServer, odd: Stage) -> None:
@@ -425,7 +427,7 @@ async def test_what_the_server_calls_invalid_is_dropped(body: bytes, error: str,
         odd.warn("too much")
         odd.warn("far too much")
         await odd.written()
-    assert len(api.written) == 2
+    assert len(api.sent) == 2
     assert [(line["what"], line["error"], line["remedy"]) for line in logs] == [
         ("event", error, "nothing; it is not tried again")
     ]

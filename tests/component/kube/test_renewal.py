@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from gpumgr.kube.credentials import CredentialFiles
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector
 from gpumgr.kube.watched import Watched
+from tests.background import until
 from tests.component.web.scene import CERTIFICATES
 
 from .conftest import FAST, write_kubeconfig
-from .fake_api_server import FakeApiServer, status
+from .fake_api_server import Answer, FakeApiServer, status
 
 
 class Guarded(FakeApiServer):
@@ -37,9 +39,10 @@ class Guarded(FakeApiServer):
         self._kubeconfig, self.token = kubeconfig, "0"
         self.connections = set[asyncio.BaseTransport | None]()
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
+    @web.middleware
+    async def _tracked(self, request: web.Request, handler: Answer) -> web.StreamResponse:
         self.connections.add(request.transport)
-        return await super()._get(request)
+        return await super()._tracked(request, handler)
 
     def rotate(self) -> None:
         self.token = str(int(self.token or "0") + 1)
@@ -47,17 +50,11 @@ class Guarded(FakeApiServer):
 
 
 @asynccontextmanager
-async def guarded(
-    folder: Path, clock: Callable[[], float] = time.monotonic, *, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[tuple[Guarded, ApiServer]]:
-    made = Guarded(folder / "kubeconfig")
-    runner = await made.start(tls)
-    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
-    try:
+async def guarded(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Guarded, ApiServer]]:
+    async with Guarded(folder / "kubeconfig") as made:
+        server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
         yield made, server
-    finally:
         await server.close()
-        await runner.cleanup()
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:
@@ -147,6 +144,8 @@ async def test_a_renewal_ends_no_running_request_and_connects_with_the_new_certi
 ) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(CERTIFICATES / "server.crt", CERTIFICATES / "server.key")
+    monkeypatch.setattr(web, "TCPSite", partial(web.TCPSite, ssl_context=tls))
+    monkeypatch.setattr(Guarded, "url", property(lambda api: f"https://127.0.0.1:{api._port}"))
     monkeypatch.setattr(module, "_tls", lambda _: ssl._create_unverified_context())  # another one at each read of the files
     release = asyncio.Event()
 
@@ -154,10 +153,10 @@ async def test_a_renewal_ends_no_running_request_and_connects_with_the_new_certi
         await release.wait()
         return web.json_response({"items": []})
 
-    async with guarded(tmp_path, tls=tls) as (api, server):
+    async with guarded(tmp_path) as (api, server):
         api.lists.extend([held] * 3)
         running = [asyncio.create_task(server.read("GET", "/api/v1/pods")) for _ in range(3)]
-        await api.until(lambda: len(api.seen) == 3)
+        await until(lambda: len(api.seen) == 3)
         api.rotate()
         with pytest.raises(AnswerError):
             await server.read("GET", "/api/v1/pods")

@@ -1,6 +1,5 @@
 """Retry-After of a refused write: nothing is sent before, whichever part of the program asks for it again."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
@@ -9,26 +8,10 @@ import pytest
 from gpumgr.cluster.scheduler.lifecycle import connections
 from gpumgr.kube.client import AnswerError, ApiServer, Body
 
-from .conftest import write_kubeconfig
 from .fake_api_server import FakeApiServer, status
+from .stage import Time
 
 PATH, OTHER = "/api/v1/namespaces/team/pods/one/binding", "/api/v1/namespaces/team/pods/two/binding"
-
-
-class Clock:
-    now = 0.0
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def server(api: FakeApiServer, clock: Clock, tmp_path: Path) -> AsyncIterator[ApiServer]:
-    made = await ApiServer.connect(write_kubeconfig(tmp_path / "kubeconfig", api.url), clock=lambda: clock.now)
-    yield made
-    await made.close()
 
 
 async def refused(
@@ -40,23 +23,21 @@ async def refused(
 
 
 @pytest.mark.parametrize("code", [429, 503])
-async def test_a_refused_write_waits_and_the_others_do_not(
-    api: FakeApiServer, server: ApiServer, clock: Clock, code: int
-) -> None:
+async def test_a_refused_write_waits_and_the_others_do_not(api: FakeApiServer, server: ApiServer, time: Time, code: int) -> None:
     api.writes.append(status(code, "slow down", {"Retry-After": "30"}))
     await refused(server, f"HTTP {code}: slow down")
     for seconds in (0, 29):
-        clock.now = seconds
+        time.now = seconds
         for _ in range(100):
             error = await refused(server, f"HTTP {code}: too early for another try")
         assert (error.status, error.retry_after_seconds) == (code, 30 - seconds)
-    assert len(api.written) == 1
+    assert len(api.sent) == 1
     await server.send("POST", OTHER, {})
     await server.send("PATCH", PATH, {})
-    clock.now = 30
+    time.now = 30
     await server.send("POST", PATH, {})
     await server.send("POST", PATH, {})
-    assert len(api.written) == 5
+    assert len(api.sent) == 5
 
 
 async def test_an_object_of_a_collection_waits_and_the_others_do_not(api: FakeApiServer, server: ApiServer) -> None:
@@ -68,7 +49,7 @@ async def test_an_object_of_a_collection_waits_and_the_others_do_not(api: FakeAp
     await refused(server, "too early", path=collection, body=one)
     await server.send("POST", collection, two)
     await server.send("POST", collection.replace("team", "other"), one)
-    assert len(api.written) == 3
+    assert len(api.sent) == 3
 
 
 @pytest.mark.parametrize("body", [{"metadata": {"generateName": "one-"}}, {"metadata": None}, [{"op": "test"}]])
@@ -79,31 +60,31 @@ async def test_a_write_whose_body_has_no_name_waits_by_its_path(api: FakeApiServ
 
 
 async def test_the_lease_does_not_wait_longer_than_it_lasts(api: FakeApiServer, tmp_path: Path) -> None:
-    server, lease_server = await connections(write_kubeconfig(tmp_path / "kubeconfig", api.url))
+    server, lease_server = await connections(api.kubeconfig(tmp_path / "kubeconfig"))
     api.writes.extend(status(429, "slow down", {"Retry-After": "100"}) for _ in range(2))
     for each in (server, lease_server):
         await refused(each, "slow down", method="PATCH")
     await refused(server, "too early", method="PATCH")
     await lease_server.send("PATCH", PATH, {})
-    assert len(api.written) == 3
+    assert len(api.sent) == 3
     for each in (server, lease_server):
         await each.close()
 
 
-async def test_no_time_is_longer_than_two_minutes_and_a_text_is_none(api: FakeApiServer, server: ApiServer, clock: Clock) -> None:
+async def test_no_time_is_longer_than_two_minutes_and_a_text_is_none(api: FakeApiServer, server: ApiServer, time: Time) -> None:
     api.writes.extend(status(429, "slow down", {"Retry-After": text}) for text in ("86400", "soon", "-5", "0"))
     await refused(server, "slow down")
-    clock.now = 120
+    time.now = 120
     for _ in range(3):
         await refused(server, "slow down")
     await server.send("POST", PATH, {})
-    assert len(api.written) == 5
+    assert len(api.sent) == 5
 
 
-async def test_what_is_over_is_forgotten(api: FakeApiServer, server: ApiServer, clock: Clock) -> None:
+async def test_what_is_over_is_forgotten(api: FakeApiServer, server: ApiServer, time: Time) -> None:
     api.writes.extend(status(429, "slow down", {"Retry-After": "30"}) for _ in range(4))
     for number in range(3):
         await refused(server, "slow down", path=f"/{number}")
-    clock.now = 30
+    time.now = 30
     await refused(server, "slow down", path="/3")
     assert len(server._held) == 1

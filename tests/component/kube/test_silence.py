@@ -2,7 +2,7 @@
 one of them. The clock is the test's."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.pods import parse_pod
 from gpumgr.kube.reflector import Reflector, WatchTimes, prompt_watches
 from gpumgr.kube.watched import Watched
-from tests.background import background
+from tests.background import background, until
 
 from .fake_api_server import Answer, FakeApiServer, pod, raw, silent, status
 
@@ -59,12 +59,6 @@ async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterat
         yield found
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 (a condition of any kind)
-            await asyncio.sleep(0.001)
-
-
 def test_a_silent_server_is_noticed_in_time() -> None:
     """The watch with the latest end, its silence, and the list after it."""
     for seconds in (15.0, 30.0, 600.0):
@@ -77,18 +71,18 @@ def test_a_silent_server_is_noticed_in_time() -> None:
 
 async def test_a_watch_asks_for_a_short_time_and_for_bookmarks(api: FakeApiServer, server: ApiServer) -> None:
     async with watched(server):
-        await api.until(lambda: api.count(watch=True) == 1)
+        await until(lambda: api.count(watch=True) == 1)
         query = api.seen[-1]
         assert (query["timeoutSeconds"], query["allowWatchBookmarks"]) == ("19", "true")
 
 
 async def test_events_and_bookmarks_keep_the_copy_current(api: FakeApiServer, server: ApiServer) -> None:
     async with watched(server) as found:
-        await api.until(lambda: api.count(watch=True) == 1)
+        await until(lambda: api.count(watch=True) == 1)
         for number in range(200):
             found.now += 29.9
             assert found.reflector.outdated is None
-            await (api.put(pod(f"p{number}", f"uid-{number}")) if number % 2 else api.bookmark())
+            api.put_document(pod(f"p{number}", f"uid-{number}")) if number % 2 else api.bookmark()
             await until(lambda: found.reflector.silent_seconds == 0)
         assert (api.count(watch=False), api.count(watch=True)) == (1, 1)
 
@@ -101,7 +95,7 @@ async def test_the_end_of_a_watch_in_time_keeps_the_copy_current(api: FakeApiSer
             await until(lambda: found.reflector._watching_since == found.now)
             found.now += 19
             assert found.reflector.outdated is None
-            await api.end_watches()
+            api.end_watches()
         assert api.count(watch=False) == 1
 
 
@@ -112,7 +106,7 @@ async def test_while_a_list_works_the_copy_is_current_whatever_the_watches_do(
     api.watches.extend([watch] * 1000)
     async with watched(server) as found:
         for number in range(1, 5):
-            await api.put(pod(f"p{number}", f"uid-{number}"))
+            api.put_document(pod(f"p{number}", f"uid-{number}"))
             before = api.count(watch=False)
             await until(partial(lambda before: api.count(watch=False) > before + 1, before))
             assert found.reflector.outdated is None
@@ -125,10 +119,10 @@ async def test_while_a_list_works_the_copy_is_current_whatever_the_watches_do(
 async def test_without_watches_and_lists_the_copy_is_outdated_in_time_and_says_why(api: FakeApiServer, server: ApiServer) -> None:
     with capture_logs() as logs:
         async with watched(server) as found:
-            await api.until(lambda: api.count(watch=True) == 1)
+            await until(lambda: api.count(watch=True) == 1)
             api.watches.extend([SLOW] * 1000)
             api.lists.extend([SLOW] * 1000)
-            await api.end_watches()
+            api.end_watches()
             await until(lambda: found.outdated_at is not None)
             assert found.outdated_at is not None
             assert 30 <= found.outdated_at <= 35, "a pause after the last failure may pass the limit"
@@ -136,9 +130,9 @@ async def test_without_watches_and_lists_the_copy_is_outdated_in_time_and_says_w
             assert found.why.endswith("s, and a list has failed (HTTP 429: slow down)")
             await until(lambda: any(line["event"] == "objects_outdated" for line in logs))
             lists, watches = api.count(watch=False), api.count(watch=True)
-            await api.until(lambda: api.count(watch=False) > lists and api.count(watch=True) > watches)
+            await until(lambda: api.count(watch=False) > lists and api.count(watch=True) > watches)
             api.watches.clear()  # one of the two is enough
-            await api.bookmark()
+            api.bookmark()
             await until(lambda: found.reflector.outdated is None)
 
 
@@ -177,7 +171,7 @@ async def test_a_list_that_is_stopped_half_way_loses_no_change(
     """Its changes are reported in slices, and `run` may be cancelled between them."""
     monkeypatch.setattr("gpumgr.common.aio.SLICE_SECONDS", -1.0)
     for number in range(120):
-        await api.put(pod(f"p{number}", f"uid-{number}"))
+        api.put_document(pod(f"p{number}", f"uid-{number}"))
     copy, changes = dict[str, Any](), list[asyncio.Task[Any]]()
 
     def change(before: Any, after: Any) -> None:

@@ -18,9 +18,9 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kube.watched import UNREADABLE_REASON
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
-from tests.background import background
+from tests.background import background, until
 
-from .conftest import FAST, Start, write_kubeconfig
+from .conftest import FAST, Start
 from .fake_api_server import FakeApiServer, event, listed, pod, raw
 
 NESTED = '{"f:a":' * 100_000 + "{}" + "}" * 100_000
@@ -87,25 +87,25 @@ async def test_the_other_pods_of_a_list_are_known(text: str, api: FakeApiServer,
 
 
 async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a"))
+    api.put_document(pod("a", "uid-a"))
     with named_once("default/a"):
         async with start() as running:
             known = running.cache.by_uid("uid-a")
             assert known is not None
-            for _ in range(2):
-                await api.put(broken("a"))
-                await api.put(pod("b", "uid-b", phase=f"Running{len(api.history)}"))
+            for number in range(2):
+                api.put_document(broken("a"))
+                api.put_document(pod("b", "uid-b", phase=f"Running{number}"))
                 while (await running.next())[1] != running.cache.by_uid("uid-b"):
                     pass
                 assert (running.cache.by_uid("uid-a"), running.cache.unreadable) == (known, 1)
-            await api.expire_history()
-            await api.until(lambda: api.count(watch=False) == 2)
-            await api.until(lambda: len(api.written) == 1)
+            api.expire_history()
+            await until(lambda: api.count(watch=False) == 2)
+            await until(lambda: len(api.sent) == 1)
             assert (running.cache.by_uid("uid-a"), running.cache.unreadable) == (known, 1)
-            await api.remove("uid-a")
+            api.remove("uid-a")
             assert (await running.next()) == (known, None)
             assert running.cache.unreadable == 0
-    ((method, path, body),) = api.written
+    ((method, path, body),) = api.sent
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
     assert (body["reason"], body["type"]) == (UNREADABLE_REASON, "Warning")
@@ -114,27 +114,27 @@ async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(
 
 async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: FakeApiServer, server: ApiServer) -> None:
     for number in range(30):
-        await api.put(broken(f"pod-{number}"))
+        api.put_document(broken(f"pod-{number}"))
     for write_events in (True, False):
-        api.written.clear()
+        api.sent.clear()
         cache = PodCache(server, "node-1", watch_times=FAST)
         cache.write_events = write_events
         async with background(cache.run()):
             await asyncio.wait_for(cache.wait_synced(), 30)
             assert cache.unreadable == 30
             if write_events:
-                await api.until(lambda: len(api.written) == 20)
-            await api.put(pod("last", "uid-last"))
+                await until(lambda: len(api.sent) == 20)
+            api.put_document(pod("last", "uid-last"))
             await cache.wait_for(("default", "last"), 30)
-            assert len(api.written) == (20 if write_events else 0)
-            await api.remove("uid-last")
+            assert len(api.sent) == (20 if write_events else 0)
+            api.remove("uid-last")
 
 
 async def test_a_pod_that_can_be_read_again_is_used(api: FakeApiServer, start: Start) -> None:
-    await api.put(broken("a"))
+    api.put_document(broken("a"))
     async with start() as running:
         assert (list(running.cache.all()), running.cache.unreadable) == ([], 1)
-        await api.put(pod("a", "uid-a"))
+        api.put_document(pod("a", "uid-a"))
         assert (await running.next())[1] == running.cache.by_uid("uid-a")
         assert running.cache.unreadable == 0
 
@@ -150,15 +150,15 @@ async def test_a_list_that_fails_leaves_no_annotations(api: FakeApiServer, start
 
 
 async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api: FakeApiServer, start: Start) -> None:
-    await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "1", "other": "x"}))
+    api.put_document(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "1", "other": "x"}))
     async with start() as running:
         await running.next()
         assert running.cache.annotations("uid-a") == {"gpumgr.io/allocations": "1"}
-        await api.put(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "2"}))
-        await api.put(pod("b", "uid-b"))
+        api.put_document(pod("a", "uid-a", annotations={"gpumgr.io/allocations": "2"}))
+        api.put_document(pod("b", "uid-b"))
         assert (await running.next())[1] == running.cache.by_uid("uid-b")
         assert running.cache.annotations("uid-a") == {"gpumgr.io/allocations": "2"}
-        await api.put(pod("a", "uid-a", phase="Succeeded"))
+        api.put_document(pod("a", "uid-a", phase="Succeeded"))
         await running.next()
         assert running.cache.annotations("uid-a") == {}
 
@@ -168,7 +168,7 @@ async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api:
 
 @asynccontextmanager
 async def watching(api: FakeApiServer, folder: Path, *, claims: bool) -> AsyncIterator[ClusterWatches | ClaimWatches]:
-    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", api.url))
+    server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
     settings, hami = SchedulerSettings(quota_configmap="kube-system/gpuquota"), ReplicaResources()
     watches: ClusterWatches | ClaimWatches
     if claims:
@@ -236,14 +236,13 @@ async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: boo
 async def test_a_snapshot_of_a_cluster_has_the_other_objects(api: FakeApiServer, tmp_path: Path) -> None:
     for path in (*CLUSTER[:2], "/apis/policy/v1/poddisruptionbudgets"):
         api.texts[path] = [with_managed_fields(any_object("deep")), "7", json.dumps(any_object("a"))]
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url)
-    document = await read_cluster(kubeconfig)
+    document = await read_cluster(api.kubeconfig(tmp_path / "kubeconfig"))
     assert [each["metadata"]["name"] for each in document["nodes"] if each] == ["deep", "a"]
 
 
 async def test_an_event_of_a_watch_without_a_uid_lists_again(api: FakeApiServer, start: Start) -> None:
     api.watches.append(raw(event("ADDED", {"metadata": {}})))
     async with start() as running:
-        await api.put(pod("a", "uid-a"))
-        await api.until(lambda: api.count(watch=False) == 2)
+        api.put_document(pod("a", "uid-a"))
+        await until(lambda: api.count(watch=False) == 2)
         assert (await running.next())[1] is not None
