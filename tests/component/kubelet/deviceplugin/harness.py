@@ -1,19 +1,17 @@
 """What the component tests share: a scripted allocator, a served plugin, and a client with the kubelet's dial options."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-import grpc
 
 from gpumgr.agent.writer import Agent
 from gpumgr.common.aio import LatestValue
 from gpumgr.common.units import Resource
 from gpumgr.kubelet.plugin import DevicePlugin, PluginServer, encode_devices
 from gpumgr.ledger.answer import ContainerResponse, Mount
+from tests.component.kubelet.calls import Scripted, channel_to
 from tests.kubelet_api import deviceplugin, deviceplugin_services
 
 RESPONSE = ContainerResponse(
@@ -22,42 +20,27 @@ RESPONSE = ContainerResponse(
 
 
 @dataclass
-class ScriptedAllocator:
-    """Answers at once, unless `hold` is set (then when it is cleared); `failure` is raised instead of an answer."""
+class ScriptedAllocator(Scripted):
+    """`failure` is raised instead of an answer."""
 
     failure: Exception | None = None
-    hold: asyncio.Event | None = None
-    began: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    calls: list[tuple[str, Resource, tuple[str, ...]]] = field(default_factory=list)
 
     async def prefer(self, kind: Resource, available: Sequence[str], must_include: Sequence[str], size: int) -> Sequence[str]:
-        await self._turn("prefer", kind, must_include)
+        await self.turn("prefer", kind, tuple(must_include), failure=self.failure)
         rest = sorted(set(available) - set(must_include))
         return [*must_include, *rest][:size]
 
     async def allocate(self, kind: Resource, device_ids: Sequence[str]) -> ContainerResponse:
-        await self._turn("allocate", kind, device_ids)
+        await self.turn("allocate", kind, tuple(device_ids), failure=self.failure)
         return RESPONSE
 
     async def pre_start(self, kind: Resource, device_ids: Sequence[str]) -> None:
-        await self._turn("pre_start", kind, device_ids)
-
-    async def _turn(self, name: str, kind: Resource, ids: Sequence[str]) -> None:
-        self.calls.append((name, kind, tuple(ids)))
-        self.began.set()
-        if self.hold is not None:
-            await self.hold.wait()
-        self.ended.set()
-        if self.failure is not None:
-            raise self.failure
+        await self.turn("pre_start", kind, tuple(device_ids), failure=self.failure)
 
 
 @asynccontextmanager
 async def kubelet_stub(path: Path) -> AsyncIterator[Any]:
-    """A DevicePlugin client as the kubelet makes it: unix socket, no TLS, authority "localhost", 4 MiB limit (the default)."""
-    options = [("grpc.default_authority", "localhost")]
-    async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
+    async with channel_to(path) as channel:
         yield deviceplugin_services.DevicePluginStub(channel)
 
 

@@ -8,14 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.common.errors import Refusal, RefusalCode
+from tests.background import until
+from tests.component.kubelet.calls import channel_to, refusal
 from tests.component.kubelet.deviceplugin.harness import RESPONSE, Served, allocate_request, device_list, kubelet_stub
 from tests.kubelet_api import deviceplugin as pb
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
 
 
 async def test_allocate(stub: Any, served: Served) -> None:
@@ -57,7 +53,7 @@ async def test_refusals_keep_their_sentence(stub: Any, served: Served, code: Ref
 
 
 async def test_malformed_bytes_are_refused_and_the_server_continues(served: Served) -> None:
-    async with grpc.aio.insecure_channel(f"unix:{served.path}") as channel:
+    async with channel_to(served.path) as channel:
         for rpc in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):
             call = channel.unary_unary(f"/v1beta1.DevicePlugin/{rpc}")(b"\x0a\x7fgarbage")
             status, text = await refusal(call)
@@ -81,12 +77,12 @@ async def test_a_bug_is_logged_once_and_named_to_the_kubelet(stub: Any, served: 
 async def test_a_kubelet_that_hangs_up_cuts_no_decision_in_half(stub: Any, served: Served) -> None:
     served.allocator.hold = asyncio.Event()
     call = stub.Allocate(allocate_request("a-m0"))
-    await served.allocator.began.wait()
+    await served.allocator.until_began()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     served.allocator.hold.set()
-    await served.allocator.ended.wait()
+    await until(lambda: served.allocator.ended == 1)
 
 
 async def test_the_list_comes_first_and_again_on_change_only(stub: Any, served: Served) -> None:
@@ -124,7 +120,7 @@ async def test_a_drain_lets_calls_finish_and_ends_streams_cleanly(served: Served
         await stream.read()
         served.allocator.hold = asyncio.Event()
         running = stub.Allocate(allocate_request("a-m0"))
-        await served.allocator.began.wait()
+        await served.allocator.until_began()
         draining = asyncio.create_task(served.server.drain(60))
         await asyncio.sleep(0)
         assert not served.path.exists()

@@ -113,7 +113,7 @@ async def held_call(link: Link, path: Path) -> AsyncIterator[Callable[[], Awaita
         stub = await connection.enter_async_context(kubelet_stub(path))
         held = link.allocator.hold = asyncio.Event()
         call = stub.Allocate(allocate_request("a-m0"))
-        await link.allocator.began.wait()
+        await link.allocator.until_began()
 
         async def end() -> None:
             """A stop also waits for the end of the connection, which lasts while a call of it exists."""

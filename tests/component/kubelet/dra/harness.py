@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import Amounts
 from gpumgr.common.unix_socket import is_served
@@ -17,6 +16,7 @@ from gpumgr.kubelet.dra_registration import DraLink, LinkTiming
 from gpumgr.kubelet.dra_service import DraHealth, DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest
 from tests.background import until
+from tests.component.kubelet.calls import Scripted, channel_to
 from tests.kubelet_api import dra as pb
 from tests.kubelet_api import pluginregistration, pluginregistration_services
 
@@ -36,50 +36,23 @@ def claim(name: str) -> ClaimRef:
 
 
 @dataclass
-class ScriptedClaims:
-    """Answers at once, unless `hold` is set (then when it is cleared); `failures` are raised, by the claim's name."""
+class ScriptedClaims(Scripted):
+    """`failures` are raised, by the claim's name."""
 
     failures: dict[str, Exception] = field(default_factory=dict)
-    hold: asyncio.Event | None = None
-    running: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
-    ended: LatestValue[int] = field(default_factory=lambda: LatestValue(0))
-    calls: list[tuple[str, ClaimRef]] = field(default_factory=list)
 
     async def prepare(self, claim: ClaimRef, *, deadline: float) -> Sequence[Allocation]:  # noqa: ARG002
-        await self._turn("prepare", claim)
+        await self.turn("prepare", claim, failure=self.failures.get(claim.name))
         return [HELD]
 
     async def unprepare(self, claim: ClaimRef) -> None:
-        await self._turn("unprepare", claim)
-
-    async def _turn(self, name: str, claim: ClaimRef) -> None:
-        self.calls.append((name, claim))
-        self.running.set(self.running.value + 1)
-        if self.hold is not None:
-            await self.hold.wait()
-        self.ended.set(self.ended.value + 1)
-        if failure := self.failures.get(claim.name):
-            raise failure
+        await self.turn("unprepare", claim, failure=self.failures.get(claim.name))
 
 
 def plugin_of(claims: Any) -> DraPlugin:
     plugin = DraPlugin(POOL)
     plugin.decide_with(claims)
     return plugin
-
-
-async def changed(value: LatestValue[Any], condition: Callable[[Any], bool]) -> None:
-    with value.subscribe() as values:
-        async for each in values:
-            if condition(each):
-                return
-
-
-@asynccontextmanager
-async def channel_to(path: Path) -> AsyncIterator[Any]:
-    """As the kubelet dials: unix socket, no TLS, authority "localhost"."""
-    async with grpc.aio.insecure_channel(f"unix:{path}", options=[("grpc.default_authority", "localhost")]) as channel:
-        yield channel
 
 
 class Caller:
@@ -153,15 +126,15 @@ class StubKubelet:
 
 @dataclass
 class Linked:
-    """A running DraLink, and its reports."""
+    """A running DraLink, and the states that it has reported."""
 
     link: DraLink
     kubelet: StubKubelet
     claims: ScriptedClaims
-    state: LatestValue[LinkState]
+    states: list[LinkState]
 
     async def until(self, condition: Callable[[LinkState], bool]) -> None:
-        await changed(self.state, condition)
+        await until(lambda: condition(self.states[-1]))
 
 
 @asynccontextmanager
@@ -172,19 +145,12 @@ async def linked(
     instance: str | None = None,
     services: Callable[[ScriptedClaims], Sequence[DraPlugin | DraHealth]] = lambda claims: [plugin_of(claims)],
 ) -> AsyncIterator[Linked]:
-    kubelet, claims, state = StubKubelet(root), ScriptedClaims(), LatestValue(LinkState())
-    link = DraLink(
-        kubelet.plugins,
-        kubelet.registry,
-        services(claims),
-        instance=instance,
-        timing=timing,
-    )
-    link.on_state = state.set
+    kubelet, claims, states = StubKubelet(root), ScriptedClaims(), [LinkState()]
+    link = DraLink(kubelet.plugins, kubelet.registry, services(claims), instance=instance, timing=timing)
+    link.on_state = states.append
     running = asyncio.create_task(link.run())
     try:
-        async with asyncio.timeout(30):
-            yield Linked(link, kubelet, claims, state)
+        yield Linked(link, kubelet, claims, states)
     finally:
         await link.stop(0.1)
         await running

@@ -14,7 +14,7 @@ from gpumgr.common.aio import LatestValue
 from gpumgr.common.rpc.unix_server import UnixServer
 from gpumgr.kubelet.dra_service import DraHealth, Faults
 from tests.background import until
-from tests.component.kubelet.dra.harness import channel_to
+from tests.component.kubelet.calls import channel_to
 from tests.kubelet_api import drahealth as pb
 
 GPUS: Faults = {f"gpu-{number}": None for number in range(3)}

@@ -1,4 +1,4 @@
-"""The registration, with kubelets that come late, restart, refuse, hang, and with sockets that others remove."""
+"""The registration, with kubelets that come late, restart, refuse, hang, and with sockets that others remove; the sockets' names."""
 
 import asyncio
 import os
@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -25,7 +27,6 @@ from tests.component.kubelet.dra.harness import (
     Caller,
     Linked,
     StubKubelet,
-    changed,
     claim,
     linked,
     plugin_of,
@@ -63,11 +64,11 @@ async def test_a_kubelet_registers_the_driver(folder: Path) -> None:
             "v1alpha1.DRAResourceHealth",
         ]
         assert one.link.state == LinkState(registered=True, registrations=1)
-        assert one.state.value == one.link.state
+        assert one.states[-1] == one.link.state
         assert list((await Caller(connection).prepare(claim("a"))).claims) == ["uid-a"]
         await one.link.stop(1)
         assert one.kubelet.sockets() == []
-        assert one.state.value == LinkState(registered=False, registrations=1)
+        assert one.states[-1] == LinkState(registered=False, registrations=1)
 
 
 async def test_a_restarted_kubelet_registers_again(registered: Linked) -> None:
@@ -78,7 +79,7 @@ async def test_a_restarted_kubelet_registers_again(registered: Linked) -> None:
     assert [(line["event"], line["reason"]) for line in logs] == [("registration_lost", registered.link.state.error)]
     await registered.kubelet.register()
     assert registered.link.state == LinkState(registered=True, registrations=2)
-    assert registered.state.value == registered.link.state
+    assert registered.states[-1] == registered.link.state
 
 
 async def test_a_new_connection_alone_is_the_old_registration(one: Linked) -> None:
@@ -147,7 +148,7 @@ async def test_the_dra_socket_is_made_again_and_calls_go_on(one: Linked, how: st
     connection = await one.kubelet.register()
     one.claims.hold = asyncio.Event()
     running = Caller(connection).prepare(claim("a"))
-    await changed(one.claims.running, lambda count: count == 1)
+    await one.claims.until_began()
     path = one.kubelet.plugins / DRIVER / "dra.sock"
     path.unlink()
     if how == "replaced":
@@ -240,7 +241,7 @@ async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
     connection = await one.kubelet.register()
     one.claims.hold = asyncio.Event()
     running = Caller(connection).prepare(claim("a"))
-    await changed(one.claims.running, lambda count: count == 1)
+    await one.claims.until_began()
     stopping = asyncio.create_task(one.link.stop(30))
     await until(lambda: not one.kubelet.sockets())
     await one.until(lambda state: not state.registered)
@@ -250,3 +251,27 @@ async def test_a_stop_unregisters_first_and_lets_calls_end(one: Linked) -> None:
     with capture_logs() as logs:
         await stopping
     assert (one.link.state.registered, logs) == (False, [])
+
+
+KUBELET = Path("/var/lib/kubelet")
+
+
+def names(instance: str | None) -> tuple[str, str]:
+    dra, registration = socket_paths(KUBELET / "plugins", KUBELET / "plugins_registry", instance)
+    assert (dra.parent, registration.parent) == (KUBELET / "plugins/gpu.gpumgr.io", KUBELET / "plugins_registry")
+    assert max(len(os.fsencode(path)) for path in (dra, registration)) <= 107
+    return dra.name, registration.name
+
+
+def test_names() -> None:
+    assert names(None) == ("dra.sock", "gpu.gpumgr.io-reg.sock")
+    assert names("a/b") == ("dra-c14cddc033f64b9d.sock", "gpu.gpumgr.io-c14cddc033f64b9d-reg.sock")
+
+
+@given(st.text(min_size=1, max_size=150))
+def test_every_instance_has_paths_that_fit_and_no_other_has_them(instance: str) -> None:
+    assert names(instance) != names(instance + "x") != names(None)
+
+
+def test_relative_folders_become_absolute() -> None:
+    assert all(path.is_absolute() for path in socket_paths(Path("plugins"), Path("registry"), None))

@@ -17,7 +17,8 @@ from gpumgr.enforcement import cdi
 from gpumgr.kubelet.dra_service import DraPlugin
 from gpumgr.ledger.ledger import Allocation, ClaimRef
 from tests.background import until
-from tests.component.kubelet.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, changed, channel_to, claim, plugin_of
+from tests.component.kubelet.calls import channel_to, refusal
+from tests.component.kubelet.dra.harness import GPU, HELD, POOL, Caller, ScriptedClaims, claim, plugin_of
 
 
 class Served:
@@ -40,12 +41,6 @@ async def served(folder: Path) -> AsyncIterator[Served]:
 async def channel(served: Served) -> AsyncIterator[Any]:
     async with channel_to(served.server.path) as channel:
         yield channel
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
@@ -91,15 +86,15 @@ async def test_failures_are_those_of_their_claim(channel: Any, served: Served, v
 async def test_claims_are_decided_at_the_same_time_and_to_the_end(channel: Any, served: Served) -> None:
     served.claims.hold = asyncio.Event()
     call = Caller(channel).prepare(claim("a"), claim("b"))
-    await changed(served.claims.running, lambda count: count == 2)
+    await served.claims.until_began(2)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     await until(lambda: bool(served.outcomes))
     assert served.outcomes == [("NodePrepareResources", "cancelled")]
-    assert served.claims.ended.value == 0
+    assert served.claims.ended == 0
     served.claims.hold.set()
-    await changed(served.claims.ended, lambda count: count == 2)
+    await until(lambda: served.claims.ended == 2)
 
 
 @pytest.mark.parametrize("garbage", [b"\x0a\x7fgarbage", b"\x0a\x03\x0a\x7fx", b"\x0a\x03\x0a\x01\xff"])
@@ -138,7 +133,7 @@ async def test_a_decision_whose_limits_take_too_long_is_a_refusal_and_goes_on(mo
         await plugin._prepare(claim("a"))
     assert claims.hold is not None
     claims.hold.set()
-    await until(lambda: claims.ended.value == 1)
+    await until(lambda: claims.ended == 1)
 
 
 async def test_a_call_that_waits_too_long_is_refused_with_the_reason() -> None:

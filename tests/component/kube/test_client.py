@@ -1,4 +1,4 @@
-"""Retry-After of a refused write: nothing is sent before, whichever part of the program asks for it again."""
+"""How failed requests are named, and Retry-After of a refused write: nothing is sent before, whichever part asks for it again."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from gpumgr.cluster.scheduler.lifecycle import connections
-from gpumgr.kube.client import AnswerError, ApiServer, Body
+from gpumgr.common.errors import GpumgrError
+from gpumgr.kube.client import AnswerError, ApiServer, Body, failure_text
 
 from .fake_api_server import FakeApiServer, status
 from .stage import Time
@@ -88,3 +89,16 @@ async def test_what_is_over_is_forgotten(api: FakeApiServer, server: ApiServer, 
     time.now = 30
     await refused(server, "slow down", path="/3")
     assert len(server._held) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (TimeoutError(), "TimeoutError"),
+        (OSError("reset"), "OSError: reset"),
+        (AnswerError("HTTP 503: no leader", status=503), "HTTP 503: no leader"),
+        (GpumgrError("the server did not answer"), "the server did not answer"),
+    ],
+)
+def test_a_failure_has_its_own_text_or_the_name_of_its_type(error: Exception, text: str) -> None:
+    assert failure_text(error) == text
