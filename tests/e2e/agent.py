@@ -128,14 +128,11 @@ class Agent:
         self.stop()
         self._resources.close()
 
-    def start(self, wait: bool = True, *, slow: bool = False, hasty: bool = False, dies_at: str | None = None) -> None:
-        """Starts the agent; with `wait`, back when the kubelet offers its ids. `slow`: each commit takes 40 ms. `hasty`: see
-        tests.agent.hasty. `dies_at`: a step of tests.e2e.dying_agent."""
+    def start(self, wait: bool = True, *, program: str = "gpumgr", environ: Mapping[str, str] | None = None) -> None:
+        """Starts the agent; with `wait`, back when the kubelet offers its ids. `program`: the module that runs it."""
         simulated = ["--sim", SIM, "--sim-dir", str(AGENT_STATE / "sim")]
-        usual = "tests.e2e.slow_agent" if slow else "tests.agent.hasty" if hasty else "gpumgr"
-        module = ["tests.e2e.dying_agent", dies_at] if dies_at else [usual]
-        command = [sys.executable, "-m", *module, "run", "--config", str(self._config), *simulated]
-        self._cluster.processes.start(self._name, command, cwd=PROJECT)
+        command = [sys.executable, "-m", program, "run", "--config", str(self._config), *simulated]
+        self._cluster.processes.start(self._name, command, environ, cwd=PROJECT)
         self.running = True
         if wait:
             self.wait_offered()

@@ -34,10 +34,10 @@ RECORD = KUBELET_ROOT / "dra_manager_state"
 DEVICE_CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
 #: The reason of the kubelet's event.
 FAILED = "FailedPrepareDynamicResources"
-#: Steps of tests.e2e.dying_agent, and those after a commit.
-PREPARE = ("claim-read", "grant-decided", "grant-saved", "prepared")
-UNPREPARE = ("unprepare-called", "release-decided", "release-saved", "unprepared")
-SAVED = ("grant-saved", "prepared", "release-saved", "unprepared")
+#: Steps of tests.agent.runner, and those after a commit.
+PREPARE = ("after_claim_read", "before_claim_put", "after_claim_put", "after_prepare")
+UNPREPARE = ("before_unprepare", "before_claim_drop", "after_claim_drop", "after_unprepare")
+SAVED = (*PREPARE[2:], *UNPREPARE[2:])
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
 def hasty(node: DraNode) -> Iterator[DraNode]:
     """Its agent has short deadlines."""
     node.agent.kill()
-    node.agent.start(wait=False, hasty=True)
+    node.agent.start(wait=False, program="tests.agent.hasty")
     wait_until("the agent registered", node.agent.is_ready, every=0.1)
     yield node
     node.agent.kill()
@@ -328,27 +328,32 @@ def test_the_agent_is_killed_at_each_step_of_prepare_and_unprepare(node: DraNode
     resident, former = node.agent.ledger(), ""
     node.agent.kill()
     for prepare, unprepare in zip(PREPARE, UNPREPARE, strict=True):
-        node.agent.start(wait=False, dies_at=prepare)
+        start_until(node, prepare)
         wait_unprepared(node, former)  # its Unprepare may be repeated, and must not be what ends the next agent
-        node.cluster.create([claiming(prepare, "share")])
+        name = prepare.replace("_", "-")
+        node.cluster.create([claiming(name, "share")])
         node.agent.wait_died()
-        saved = node.ledger_of(prepare)
+        saved = node.ledger_of(name)
         assert bool(saved) == (prepare in SAVED)
-        node.agent.start(wait=False, dies_at=unprepare)
-        nudge(node, prepare, partial(is_running, node, prepare))
-        held = node.ledger_of(prepare)
+        start_until(node, unprepare)
+        nudge(node, name, partial(is_running, node, name))
+        held = node.ledger_of(name)
         assert len(held) == 1
         assert saved in ([], held)
-        environment, devices = shown(node, prepare)
+        environment, devices = shown(node, name)
         assert held[0].gpus[0] in environment["NVIDIA_VISIBLE_DEVICES"]
         assert len(gpu_nodes(devices)) == 1
-        node.cluster.delete([prepare])
+        node.cluster.delete([name])
         node.agent.wait_died()
-        assert bool(node.ledger_of(prepare)) == (unprepare not in SAVED)
-        former = prepare
+        assert bool(node.ledger_of(name)) == (unprepare not in SAVED)
+        former = name
     node.agent.start(wait=False)
     wait_unprepared(node, former)
     assert node.agent.ledger() == resident
+
+
+def start_until(node: DraNode, step: str) -> None:
+    node.agent.start(wait=False, program="tests.agent.runner", environ={"DIE_AT": step})
 
 
 def wait_unprepared(node: DraNode, former: str) -> None:

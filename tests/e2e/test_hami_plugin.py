@@ -2,33 +2,30 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from .agent import Agent
+from .api import PODS, Api
 from .cluster import Cluster
-from .hami_scheduler import (
-    HANDSHAKE,
-    LOCK,
-    MANAGED,
-    PHASE,
-    REGISTER,
-    HamiScheduler,
-    devices_of,
-    register,
-    running_pod,
-)
-from .manifests import MEMORY, SLEEP, Json
+from .manifests import MEMORY, SLEEP, Json, binding
 from .node import Node, inventory, name_of
 from .places import AGENT_STATE, NODE, PROJECT
-from .processes import gpumgr, stopped, wait_until
-from .scheduling import SCHEDULER, Scheduled, start_kube_scheduler
+from .processes import gpumgr, wait_until
+from .scheduling import SCHEDULER, Scheduled
 from .tenants import library, limited, lines, tenant, wait_line
 from .test_scheduler_hami import serving
 
+NODE_PATH = f"/api/v1/nodes/{NODE}"
 REPLICA = "nvidia.com/gpu"
+#: Annotations of HAMi's scheduler, of the node and of pods.
+REGISTER, LOCK = "hami.io/node-nvidia-register", "hami.io/mutex.lock"
+TO_ALLOCATE, ALLOCATED = "hami.io/vgpu-devices-to-allocate", "hami.io/vgpu-devices-allocated"
+PHASE = "hami.io/bind-phase"
 REGION = "/programs/region_client"
 
 
@@ -142,7 +139,7 @@ def test_running_pods_of_hamis_plugin_are_taken_over(both: Node) -> None:
     gpus = sorted(registered(both).values(), key=lambda gpu: uuids.index(gpu["id"]))
     both.agent.stop()
     wait_until("the kubelet has seen its end", lambda: not both.resources.allocatable(REPLICA).get(REPLICA))
-    register(both.cluster.api, NODE, gpus)
+    register(both.cluster.api, gpus)
     ids = [f"{uuid}-{number}" for uuid in uuids for number in range(10)]
     both.cluster.processes.start("hami-plugin", [sys.executable, "-m", "tests.e2e.nvidia_plugin", *ids], cwd=PROJECT)
     five, six = uuids[5], uuids[6]
@@ -215,6 +212,44 @@ def made_by_hami(name: str, containers: Mapping[str, tuple[str, int, int]]) -> J
     return running_pod(body, NODE, *entries)
 
 
+def running_pod(pod: Json, node: str, *containers: Sequence[tuple[str, int, int]]) -> Json:
+    """The pod as HAMi 2.10's scheduler and device plugin have left it once it runs. `containers`: the (UUID, MiB, cores) of each, those of
+    init containers first; empty for one without GPUs.
+
+    The plugin decodes the list, empties the entry of each container, and encodes the list, in which the end counts as one more entry
+    (patchErasedAnnotation in pkg/device-plugin/nvidiadevice/nvinternal/plugin/util.go)."""
+    now = str(int(time.time()))
+    written = {
+        "hami.io/vgpu-node": node,
+        "hami.io/vgpu-time": now,
+        TO_ALLOCATE: ";" * (len(containers) + sum(bool(each) for each in containers)),
+        ALLOCATED: "".join(
+            "".join(f"{uuid},NVIDIA,{memory},{cores}:" for uuid, memory, cores in each) + ";" for each in containers
+        ),
+        "hami.io/bind-time": now,
+        PHASE: "success",
+    }
+    return {**pod, "metadata": {**pod["metadata"], "annotations": written, "labels": {"hami.io/vgpu-node": node}}}
+
+
+def register(api: Api, gpus: Sequence[Json]) -> None:
+    """What HAMi's plugin and scheduler write at a node without pods; `gpus`: id, devmem and type of each. The plugin's order is that of a
+    map, so that it changes (HAMi 2.10, pkg/device-plugin/nvidiadevice/nvinternal/plugin/register.go)."""
+    rows = [
+        {"id": gpu["id"], **({"index": place} if place else {}), "count": 10, "devmem": gpu["devmem"], "devcore": 100,
+         "type": gpu["type"], "mode": "hami-core", "health": True}
+        for place, gpu in enumerate(gpus)
+    ]  # fmt: skip
+    ids = [gpu["id"] for gpu in gpus]
+    scores = [{"uuid": each, "score": {other: 20 for other in ids if other != each}} for each in ids]
+    written = {
+        REGISTER: json.dumps(rows[3:] + rows[:3], separators=(",", ":")),
+        "hami.io/node-nvidia-score": json.dumps(scores, separators=(",", ":")),
+        "hami.io/node-handshake": f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}",
+    }
+    api.request("PATCH", NODE_PATH, {"metadata": {"annotations": written}})
+
+
 def hami_limits(memory: int, cores: int) -> dict[str, str]:
     return {REPLICA: "1", "nvidia.com/gpumem": str(memory), **({"nvidia.com/gpucores": str(cores)} if cores else {})}
 
@@ -228,57 +263,23 @@ def scheduled(name: str, uuid: str, **amounts: int) -> Json:
     return body
 
 
-@pytest.fixture
-def scheduler(both: Node) -> Iterator[HamiScheduler]:
-    """HAMi's, as far as a node agent gets to see it, below a real kube-scheduler."""
-    made = HamiScheduler(both.cluster.admin)
-    verbs = {"filterVerb": "filter", "bindVerb": "bind", "prioritizeVerb": "", "preemptVerb": ""}
-    with made.running():
-        start_kube_scheduler(both.cluster, {"urlPrefix": made.url, "managedResources": MANAGED, **verbs})
-        try:
-            yield made
-        finally:
-            both.cluster.processes.stop("gpu-kube-scheduler")
-            both.cluster.delete_all()
-            annotate_node(both, {REGISTER: None, HANDSHAKE: None, LOCK: None})
-
-
-def annotate_node(node: Node, annotations: dict[str, str | None]) -> None:
-    node.cluster.api.request("PATCH", f"/api/v1/nodes/{NODE}", {"metadata": {"annotations": annotations}})
-
-
 def registered(node: Node) -> dict[str, Json]:
     """GPU -> what HAMi's scheduler knows of it."""
     text = node.cluster.node()["metadata"]["annotations"].get(REGISTER, "[]")
     return {name_of(gpu["id"]): gpu for gpu in json.loads(text)}
 
 
-def to_be_scheduled(body: Json) -> Json:
-    body["spec"].pop("nodeName")
-    body["spec"] |= {"schedulerName": SCHEDULER}
-    return body
-
-
-def test_twenty_pods_of_hamis_scheduler_run_with_what_it_chose(both: Node, scheduler: HamiScheduler) -> None:
-    """It binds one pod after another, since each bind locks the node; the vcuda pod was subtracted from what is registered."""
-    both.run([tenant("vcuda", SLEEP, cores=90, memory=16)])
-    (vcuda,) = both.ledger_of("vcuda")
-    wait_until("the vcuda pod in what is registered", lambda: registered(both).get(vcuda.gpus[0], {}).get("devcore") == 10)
-    pods = [to_be_scheduled(hami_pod(f"many-{number}", gpumem=1001 + number, gpucores=11)) for number in range(20)]
-    with stopped(both.cluster.processes.pid("kubelet")):  # the lock stays until the kubelet has admitted the first pod
-        both.cluster.create(pods)
-        wait_until("a bind that finds the node locked", lambda: scheduler.locked > 0)
-    running = both.wait_running([each["metadata"]["name"] for each in pods], timeout=240)
-
-    def without_success() -> set[str]:
-        """The agent writes the phase after its answers to the kubelet, so a pod may run before."""
-        now = both.cluster.pods.all()
-        return {name for name in running if now[name]["metadata"]["annotations"].get(PHASE) != "success"}
-
-    wait_until("success of each pod", lambda: not without_success())
-    for name, pod in running.items():
-        ((chosen,),) = devices_of(pod)
-        (holding,) = both.ledger_of(name)
-        assert holding.gpus == (name_of(chosen[0]),)
-        assert holding.gpus != vcuda.gpus, "10 cores are left there"
+def test_a_pod_of_hamis_scheduler_runs_with_what_it_chose_and_the_lock_of_the_node_goes(both: Node) -> None:
+    """The pod is bound as that scheduler does it: annotated, the node locked. Best fit would choose another GPU."""
+    api, uuid = both.cluster.api, inventory(both)["gpus"][5]["uuid"]
+    body = running_pod(hami_pod("bound", gpumem=1001, gpucores=11), NODE, [(uuid, 1001, 11)])
+    del body["spec"]["nodeName"]
+    body["spec"]["schedulerName"] = "none"
+    body["metadata"]["annotations"] |= {PHASE: "allocating", TO_ALLOCATE: body["metadata"]["annotations"][ALLOCATED]}
+    both.cluster.create([body])
+    api.request("PATCH", NODE_PATH, {"metadata": {"annotations": {LOCK: "2026-01-01T00:00:00Z,default,bound"}}})
+    api.request("POST", f"{PODS}/bound/binding", binding("bound", {}, node=NODE))
+    both.wait_running(["bound"])
+    assert [holding.gpus for holding in both.ledger_of("bound")] == [(name_of(uuid),)]
     wait_until("no lock", lambda: LOCK not in both.cluster.node()["metadata"]["annotations"])
+    wait_until("success", lambda: both.cluster.pods.all()["bound"]["metadata"]["annotations"][PHASE] == "success")

@@ -15,7 +15,7 @@ from gpumgr.sim.kubelet import SimKubeletError
 
 from .container import PROGRAMS, TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, KINDS, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, exact_limit, killed, lab_node, until
+from .node import GIB, LIMIT_BYTES, MIB, LabNode, Tenant, crowd, killed, lab_node, until
 from .region import Region, raised, tamper
 from .scenario import Skip, Trial, refused, scenario
 
@@ -73,15 +73,37 @@ async def basic(trial: Trial, node: LabNode) -> None:
     assert not node.complaints(), f"the agent complains: {node.complaints()}"
 
 
+#: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
+KINDS: Final = ("direct", "dlsym", "proc", "proc1")
+
+
 @scenario("hami-core", hami_node)
 async def limit(trial: Trial, node: LabNode) -> None:
     """The limit is exact to the byte for every way to find the driver; what escapes it."""
+    free = LIMIT_BYTES - CONTEXT_BYTES
+    results = (
+        (f"alloc {free + 1}", 2),
+        (f"alloc {free}", 0),
+        ("alloc 1", 2),
+        ("free", 0),
+        (f"alloc {free - MIB}", 0),
+        (f"alloc {MIB}", 0),
+        ("alloc 1", 2),
+        ("free", 0),
+        ("free", 0),
+        (f"managed {free + 1}", 2),
+        (f"pitch 524288 {free // 524288 + 1}", 2),
+        (f"create {free + 1}", 2),
+        (f"async {free + 1}", -1),
+        (f"pool {8 * GIB}", 0),  # this build limits neither pools nor arrays
+        ("array 65536 65536", 0),
+    )
     for kind in KINDS:
         tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
-        free = await tenant.main.number("info", "free")
-        assert free == LIMIT_BYTES - CONTEXT_BYTES, f"{kind}: {free} bytes are free"
-        # This build limits neither pools nor arrays.
-        await exact_limit(tenant, kind, MIB, {f"async {free + 1}": -1, f"pool {8 * GIB}": 0, "array 65536 65536": 0})
+        seen = await tenant.main.number("info", "free")
+        assert seen == free, f"{kind}: {seen} bytes are free"
+        for command, result in results:
+            assert await tenant.main.result(command) == result, f"{kind}: {command} is not {result}"
         await node.remove(tenant)
     trial.known_limit("cuMemAllocAsync answers -1 instead of 2 over the limit; pools and arrays are not counted")
 

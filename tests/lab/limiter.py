@@ -1,4 +1,4 @@
-"""gpumgr's own limiter in containers: its limits, and the life of processes, containers and the agent."""
+"""gpumgr's own limiter in containers, with another libcuda than that of tests/component/enforcement/limiter."""
 
 import asyncio
 import contextlib
@@ -9,9 +9,9 @@ from typing import Final
 
 from gpumgr.sim import nodes
 
-from .container import PROGRAMS, TENANT
+from .container import TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, KINDS, LIMIT_BYTES, MIB, PATIENCE_SECONDS, LabNode, Tenant, crowd, exact_limit, killed, lab_node
+from .node import GIB, LIMIT_BYTES, PATIENCE_SECONDS, LabNode, Tenant, lab_node
 from .scenario import Trial, scenario
 
 #: What the fake libcuda answers for its GPU.
@@ -58,55 +58,14 @@ async def basic(_trial: Trial, node: LabNode) -> None:
 
 
 @scenario("limiter", limiter_node)
-async def limit(_trial: Trial, node: LabNode) -> None:
-    """The limit is exact for every way to find the driver, and nothing escapes it; the driver gives blocks of 2 MiB."""
-    for kind in KINDS:
-        tenant = await node.tenant(f"limit-{kind}", f"{PROGRAMS}/gputest-{kind}")
-        await has_free(tenant, free := LIMIT_BYTES - CONTEXT_BYTES)
-        await exact_limit(tenant, kind, 2 * MIB, {f"async {free + 1}": 2, "array 65536 65536": 2})
-        await node.remove(tenant)
-
-
-@scenario("limiter", limiter_node)
-async def two(_trial: Trial, node: LabNode) -> None:
-    """Two processes of a container share its limit; forty at once get no byte more."""
-    tenant = await node.tenant("two")
-    assert await tenant.main.result(f"alloc {2 * GIB}") == 0
-    second = await tenant.another()
-    await has_free(tenant, 3 * GIB - 2 * CONTEXT_BYTES)
-    assert await second.result(f"alloc {2 * GIB}") == 0
-    assert await second.result(f"alloc {GIB}") == 2
-    assert await tenant.main.result(f"alloc {GIB}") == 2
-    await second.output()
-    await has_free(tenant, 3 * GIB - CONTEXT_BYTES)
-    processes = await crowd([tenant], 40)
-    granted = await asyncio.gather(*(process.result(f"alloc {256 * MIB}") for process in processes))
-    assert set(granted) <= {0, 2}  # all are refused if the agent has charged their contexts before
-    assert granted.count(0) <= 12
-
-
-@scenario("limiter", limiter_node)
 async def env(_trial: Trial, node: LabNode) -> None:
-    """A program with a scrubbed or hostile environment keeps the limits."""
-    tenant = await node.tenant("env")
+    """A program with a scrubbed or hostile environment keeps the limits, also that of another user than root."""
+    tenant = await node.tenant("env", user=1000)
     for words in (("-i",), ("LD_PRELOAD=",), ("LD_PRELOAD=/nothing", "CUDA_VISIBLE_DEVICES=0", "HOME=/x")):
         other = await tenant.another("/usr/bin/env", *words, TENANT)
         assert await other.result(f"alloc {6 * GIB}") == 2, f"env {words} lifts the limit"
         await other.output()
     assert not node.complaints(), f"the agent complains: {node.complaints()}"
-
-
-@scenario("limiter", limiter_node)
-async def kill9(_trial: Trial, node: LabNode) -> None:
-    """kill -9 of a process frees its slot and its memory; a container of another user has limits, too."""
-    tenant = await node.tenant("kill9", user=1000)
-    assert await tenant.main.result(f"alloc {GIB}") == 0
-    other = await tenant.another()
-    assert await other.result(f"alloc {3 * GIB}") == 0
-    victim = next(pid for inside, pid in tenant.container.host_pids().items() if inside != 1)
-    await killed(node, tenant, victim, GIB + CONTEXT_BYTES)
-    await has_free(tenant, 4 * GIB - CONTEXT_BYTES)
-    assert await tenant.main.result(f"alloc {3 * GIB}") == 0
 
 
 @scenario("limiter", limiter_node)

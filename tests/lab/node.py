@@ -24,7 +24,7 @@ from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
 
 from .container import TENANT, BeforeStart, Container, TenantProcess
-from .gpu import CONTEXT_BYTES, FakeGpu
+from .gpu import FakeGpu
 from .run import Run
 
 MIB: Final = 1 << 20
@@ -301,31 +301,6 @@ async def lab_node(
                 bridge.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await bridge
-
-
-#: How a program finds the driver's functions: linked, dlsym, cuGetProcAddress of CUDA 12 and of 11.3.
-KINDS: Final = ("direct", "dlsym", "proc", "proc1")
-
-
-async def exact_limit(tenant: Tenant, kind: str, block_bytes: int, others: Mapping[str, int]) -> None:
-    """Asserts that the limit is exact for memory in blocks of this size. `others`: more commands of the tenant, and their results."""
-    free = LIMIT_BYTES - CONTEXT_BYTES
-    for command, result in (
-        (f"alloc {free + 1}", 2),
-        (f"alloc {free}", 0),
-        ("alloc 1", 2),
-        ("free", 0),
-        (f"alloc {free - block_bytes}", 0),
-        (f"alloc {block_bytes}", 0),
-        ("alloc 1", 2),
-        ("free", 0),
-        ("free", 0),
-        (f"managed {free + 1}", 2),
-        (f"pitch 524288 {free // 524288 + 1}", 2),
-        (f"create {free + 1}", 2),
-        *others.items(),
-    ):
-        assert await tenant.main.result(command) == result, f"{kind}: {command} is not {result}"
 
 
 async def killed(node: LabNode, tenant: Tenant, host_pid: int, used_bytes: int) -> None:
