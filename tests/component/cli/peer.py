@@ -1,10 +1,13 @@
-"""An HTTP server on a unix socket, in the agent's place."""
+"""HTTP servers in the place of the agent and of the API server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests.component.kube.conftest import write_kubeconfig
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -22,3 +25,12 @@ async def listening(socket: Path, handlers: Mapping[tuple[str, str], Handler]) -
         yield socket
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def api_server(kubeconfig: Path, handler: Handler) -> AsyncIterator[Path]:
+    """Answers every request by `handler`. Writes and yields its kubeconfig."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with TestServer(app, host="127.0.0.1") as server:
+        yield write_kubeconfig(kubeconfig, f"http://127.0.0.1:{server.port}")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +16,63 @@ from gpumgr.common.errors import InputError
 
 from .peer import listening
 
+Json = dict[str, Any]
+#: What the agent answers to one request: the state of the GPU, or a response.
+Reply = Json | Callable[[web.Request], web.Response]
 UUID = "GPU-0fe1c342-1111-2222-3333-444444444444"
-ROW: dict[str, Any] = {
-    "allocation": "a1",
-    "namespace": "team",
-    "pod": "train",
-    "uid": "u1",
-    "container": "main",
-    "gpu": "0fe1c342",
-}
-ROW |= {"cores": 30, "memory_bytes": 4 << 30, "granted_at": 1_700_000_000.0}
+LISTED = "the driver and the container runtime have listed the GPU's processes"
+GPU = {"uuid": UUID, "name": "0fe1c342", "index": 3}
 
 
-def process(pid: int, **more: int) -> dict[str, Any]:
+def row(pod: str | None = "train", **more: Any) -> Json:
+    """A container on the GPU; `pod` None: its pod is not known."""
+    names = {"namespace": pod and "team", "pod": pod, "uid": pod and "u1", "container": pod and "main"}
+    amounts = {"cores": 30, "memory_bytes": 4 << 30, "granted_at": 1_700_000_000.0}
+    return {"allocation": "a1", "gpu": "0fe1c342", **names, **amounts, **more}
+
+
+def process(pid: int, **more: int) -> Json:
     return {"pid": pid, "gpu": "0fe1c342", "uuid": UUID, **more}
 
 
+def on_it(*containers: Json, processes: Sequence[Json] = (), looked: bool = True) -> Json:
+    """What is on the GPU. Not `looked`: the agent has not listed the processes yet."""
+    empty = looked and not containers and not processes
+    return {"containers": containers, "unattributed": processes, "empty": empty}
+
+
+def gone(request: web.Request) -> web.Response:
+    """A process that was killed."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def refusing(sentence: str, status: int) -> Reply:
+    return lambda _: web.json_response({"error": sentence}, status=status)
+
+
 class Agent:
-    """Answers requests out of `on` (the containers on GPU3) and remembers them; with `leaving` one container leaves before each repeated
-    drain."""
+    """Records requests, and answers them with `replies` one after another; the last one stays."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, str, bool]] = []
-        self.on: list[dict[str, Any]] = []
-        self.unattributed: list[dict[str, Any]] = []
-        self.cordon: dict[str, Any] | None = None
-        self.refusal: tuple[int, str] | None = None
-        self.leaving = False
-        #: At so many repeated drains the processes are there; then they leave with the next container.
-        self.processes_stay = 0
-        #: Requests that come before the agent looked at the GPU's processes.
-        self.unlooked = 0
-        #: Answers to repeated drains.
-        self.away: list[Callable[[web.Request], web.Response]] = []
+        self.replies: list[Reply] = [on_it()]
+        self.cordon: Json | None = None
         self.socket = Path()
 
     async def maintain(self, request: web.Request) -> web.Response:
         action, name, body = request.match_info["action"], request.match_info["gpu"], await request.json()
-        if body.get("again"):
-            if self.away:
-                return self.away.pop(0)(request)
-            if self.leaving:
-                self.on = self.on[1:]
-                self.unattributed = self.unattributed if self.processes_stay else []
-                self.processes_stay = max(0, self.processes_stay - 1)
         self.requests.append((action, name, body.get("reason", ""), body.get("evict", False)))
-        if self.refusal:
-            status, sentence = self.refusal
-            return web.json_response({"error": sentence}, status=status)
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if callable(reply):
+            return reply(request)
         changed = (self.cordon is None) != (action == "uncordon")
         if action in ("cordon", "drain"):
             self.cordon = self.cordon or {"reason": body["reason"], "since": 1.0, "draining": action == "drain"}
         elif action == "uncordon":
             self.cordon = None
-        answer = {
-            "action": action,
-            "at": time.time(),
-            "gpu": {"uuid": UUID, "name": "0fe1c342", "index": 3},
-            "cordon": self.cordon,
-            "changed": changed,
-            "empty": not self.unlooked and not self.on and not self.unattributed,
-            "containers": self.on,
-            "unattributed": self.unattributed,
-        }
-        self.unlooked = max(0, self.unlooked - 1)
+        answer = {"action": action, "at": time.time(), "gpu": GPU, "cordon": self.cordon, "changed": changed, **reply}
         answer |= {"evicting": ["team/train"], "not_evicted": []} if body.get("evict") else {}
         answer |= {"said": "GPU 00000000:18:00.0 was successfully reset.\nAll done."} if action == "reset" else {}
         return web.json_response(answer)
@@ -101,17 +94,6 @@ class SteppingClock:
         return self._now
 
 
-def gone(request: web.Request) -> web.Response:
-    """A process that was killed."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-def failing(_request: web.Request) -> web.Response:
-    return web.json_response({"error": "not now"}, status=503)
-
-
 @pytest.fixture
 async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     monkeypatch.setattr(gpu, "POLL_SECONDS", 0.01)
@@ -121,7 +103,7 @@ async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_a_cordon_is_confirmed_with_the_running_containers(agent: Agent) -> None:
-    agent.on = [ROW]
+    agent.replies = [on_it(row())]
     result = await agent.run("cordon", "GPU3", "--reason", "broken fan")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -135,7 +117,7 @@ async def test_a_cordon_is_confirmed_with_the_running_containers(agent: Agent) -
 
 
 async def test_an_odd_name_reaches_the_agent_as_it_is(agent: Agent) -> None:
-    agent.refusal = (404, "no GPU of this node is called 'a/b?c'; the GPUs of this node are: none")
+    agent.replies = [refusing("no GPU of this node is called 'a/b?c'; the GPUs of this node are: none", 404)]
     result = await agent.run("uncordon", "a/b?c")
     assert isinstance(result.exception, InputError)
     assert agent.requests == [("uncordon", "a/b?c", "", False)]
@@ -159,13 +141,12 @@ async def test_a_gpu_that_is_gone_is_forgotten(agent: Agent) -> None:
     document = json.loads((await agent.run("forget", "3", "--output", "json")).stdout)
     assert (document["action"], document["gpu"]["uuid"]) == ("forget", UUID)
     assert agent.requests == [("forget", "GPU-0fe1", "sent back", False), ("forget", "3", "", False)]
-    agent.refusal = (409, "GPU3 (0fe1c342) can't be forgotten: the driver lists it")
-    assert str((await agent.run("forget", "3")).exception) == agent.refusal[1]
+    agent.replies = [refusing("GPU3 (0fe1c342) can't be forgotten: the driver lists it", 409)]
+    assert str((await agent.run("forget", "3")).exception) == "GPU3 (0fe1c342) can't be forgotten: the driver lists it"
 
 
 async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
-    agent.on = [ROW, {**ROW, "allocation": "a2", "namespace": None, "pod": None, "uid": None, "container": None}]
-    agent.unattributed = [process(77, memory_bytes=1 << 30)]
+    agent.replies = [on_it(row(), row(None, allocation="a2"), processes=[process(77, memory_bytes=1 << 30)])]
     result = await agent.run("drain", "3", "--evict")
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
@@ -180,65 +161,61 @@ async def test_a_drain_prints_the_remaining_containers(agent: Agent) -> None:
 
 
 async def test_a_drain_of_a_gpu_that_was_not_checked_yet_is_not_done(agent: Agent) -> None:
-    agent.unlooked = 1
+    agent.replies = [on_it(looked=False)]
     result = await agent.run("drain", "3")
-    assert result.exit_code == 1
-    assert "still on it: not known before the driver and the container runtime have listed the GPU's processes" in result.stdout
-    agent.unlooked = 2
-    result = await agent.run("drain", "3", "--wait")
-    assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
-    assert result.stderr.startswith(
-        "waiting until the driver and the container runtime have listed the GPU's processes (log events "
-    )
+    assert (result.exit_code, f"still on it: not known before {LISTED}" in result.stdout) == (1, True)
 
 
-async def test_a_drain_waits_for_the_last_container_and_prints_each(agent: Agent) -> None:
-    agent.on = [ROW, {**ROW, "pod": "infer"}, {**ROW, "pod": "build"}]
-    agent.leaving = True
+@pytest.mark.parametrize(
+    ("replies", "lines"),
+    [
+        (
+            [on_it(row("train"), row("infer"), row("build")), on_it(row("infer"), row("build")), on_it(row("build")), on_it()],
+            ["waiting for 2 containers: team/build, team/infer", "waiting for 1 container: team/build"],
+        ),
+        (
+            [on_it(row()), on_it(processes=[process(77), process(78)]), on_it()],
+            ["waiting for 2 processes: they belong to no container"],
+        ),
+        (
+            [on_it(looked=False)] * 3 + [on_it()],
+            [f"waiting until {LISTED} (log events nvml_down, cri_unavailable)"],
+        ),
+    ],
+    ids=["containers", "processes", "not checked"],
+)
+async def test_a_drain_waits_for_what_is_on_the_gpu_and_prints_each_change(
+    replies: list[Reply], lines: list[str], agent: Agent
+) -> None:
+    agent.replies = replies.copy()
     result = await agent.run("drain", "3", "--evict", "--wait", "--output", "json")
-    assert result.exit_code == 0
-    assert result.stderr.splitlines() == [
-        "waiting for 2 containers: team/build, team/infer",
-        "waiting for 1 container: team/build",
-    ]
+    assert (result.exit_code, result.stderr.splitlines()) == (0, lines)
     document = json.loads(result.stdout)
     assert (document["empty"], document["changed"], document["evicting"]) == (True, True, ["team/train"])
-    assert [(action, evict) for action, _, _, evict in agent.requests] == [("drain", True), *[("drain", False)] * 3]
-
-
-async def test_a_drain_that_waits_for_processes_alone_says_to_what_they_belong(agent: Agent) -> None:
-    agent.unattributed = [process(77), process(78)]
-    agent.on, agent.leaving, agent.processes_stay = [ROW], True, 1
-    result = await agent.run("drain", "3", "--wait")
-    assert result.exit_code == 0
-    assert result.stderr.splitlines() == ["waiting for 2 processes: they belong to no container"]
+    again = [("drain", False)] * (len(replies) - 1)
+    assert [(action, evict) for action, _, _, evict in agent.requests] == [("drain", True), *again]
 
 
 async def test_a_drain_ends_at_its_timeout_with_the_remaining_containers(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "time", SteppingClock())
-    agent.on, agent.leaving = [ROW] * 1000, True
+    agent.replies = [on_it(row(), row()), on_it(row())]
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
-    assert result.exit_code == 1
-    assert f"still on it: {len(agent.on)} containers" in result.stdout
-    assert len(agent.on) < 1000
+    assert (result.exit_code, "still on it: 1 container" in result.stdout) == (1, True)
 
 
 async def test_a_drain_continues_with_a_restarted_agent(agent: Agent) -> None:
-    agent.on, agent.leaving, agent.away = [ROW, ROW], True, [gone, failing]
+    agent.replies = [on_it(row(), row()), gone, refusing("not now", 503), on_it(row()), on_it()]
     result = await agent.run("drain", "3", "--wait", "--timeout", "20")
     assert (result.exit_code, result.stdout) == (0, "GPU3 (0fe1c342) is cordoned and empty\n")
-    ended = (
-        f"gpumgr: the agent at {agent.socket} closed the connection before its response was complete; see its log; trying again"
-    )
-    assert result.stderr.splitlines() == [ended, "waiting for 1 container: team/train"]
+    ended = f"the agent at {agent.socket} closed the connection before its response was complete; see its log; trying again"
+    assert result.stderr.splitlines() == [f"gpumgr: {ended}", "waiting for 1 container: team/train"]
 
 
 async def test_a_drain_without_its_agent_ends_with_the_last_known_state(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "time", SteppingClock())
-    agent.on, agent.away = [ROW], [failing] * 1000
+    agent.replies = [on_it(row()), refusing("not now", 503)]
     result = await agent.run("drain", "3", "--wait", "--timeout", "0.1")
-    assert result.exit_code == 1
-    assert "still on it: 1 container" in result.stdout
+    assert (result.exit_code, "still on it: 1 container" in result.stdout) == (1, True)
     assert result.stderr == "gpumgr: not now; trying again\n"
 
 
@@ -249,11 +226,10 @@ async def test_a_drain_without_any_agent_fails_at_once(agent: Agent, tmp_path: P
 
 
 async def test_a_drain_ends_if_the_agent_refuses_because_the_gpu_was_uncordoned(agent: Agent) -> None:
-    agent.on = [ROW]
-    agent.away = [lambda _: web.json_response({"error": "it is no longer drained"}, status=409)]
+    agent.replies = [on_it(row()), refusing("it is no longer drained", 409)]
     result = await agent.run("drain", "3", "--wait")
     assert str(result.exception) == "it is no longer drained"
-    assert len(agent.requests) == 1
+    assert len(agent.requests) == 2
 
 
 @pytest.mark.parametrize(

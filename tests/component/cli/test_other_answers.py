@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-
-from tests.component.kube.conftest import write_kubeconfig
 
 from .conftest import Gpumgr
+from .peer import api_server
 
 SIMULATE = ("simulate", "--from-cluster", "--snapshot", "/dev/null")
 MIGRATE = ("migrate", "hami", "--node", "n")
@@ -29,10 +27,8 @@ async def kubeconfig(answer: Any, tmp_path: Path) -> AsyncIterator[Path]:
     async def respond(_request: web.Request) -> web.Response:
         return web.json_response(answer)
 
-    app = web.Application()
-    app.router.add_get("/{path:.*}", respond)
-    async with TestServer(app, host="127.0.0.1") as server:
-        yield write_kubeconfig(tmp_path / "kubeconfig", f"http://127.0.0.1:{server.port}")
+    async with api_server(tmp_path / "kubeconfig", respond) as kubeconfig:
+        yield kubeconfig
 
 
 @pytest.mark.parametrize(
@@ -51,7 +47,7 @@ async def test_an_answer_of_another_structure_is_an_error(
     command: tuple[str, ...], wrong: str, kubeconfig: Path, gpumgr_command: Gpumgr
 ) -> None:
     ended = await gpumgr_command(*command, "--kubeconfig", kubeconfig)
-    assert (ended.code, ended.out) == (1, "")
+    ended.failed(1)
     assert ended.err == f"gpumgr: the answer of the API server of {kubeconfig} has another structure: {wrong}\n"
 
 

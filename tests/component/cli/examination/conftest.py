@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +10,20 @@ from typing import TypeAlias
 
 import grpc
 
+from gpumgr.cli.examination import CheckResult, State
 from gpumgr.common.rpc import wire
 from tests.component.driver.conftest import node as sim_node
 
 __all__ = ["sim_node"]
 
-VERSION = "/runtime.v1.RuntimeService/Version"
-GET_POD = "/v1.PodResourcesLister/Get"
+VERSION = ("runtime.v1.RuntimeService", "Version")
+GET_POD = ("v1.PodResourcesLister", "Get")
+#: What a method does: answer, refuse with a status, or (None) take the call and never answer.
+Answer: TypeAlias = bytes | grpc.StatusCode | None
+
+
+def brief(found: CheckResult) -> tuple[State, str]:
+    return found.state, found.message
 
 
 def version_answer(name: str, version: str) -> bytes:
@@ -24,35 +31,22 @@ def version_answer(name: str, version: str) -> bytes:
     return wire.text_field(2, name) + wire.text_field(3, version) + wire.text_field(4, "v1")
 
 
-#: What a method does: answer, refuse with a status, or (None) take the call and never answer.
-Answer: TypeAlias = bytes | grpc.StatusCode | None
-
-
-class _Fixed(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, answers: Mapping[str, Answer], over: threading.Event) -> None:
-        self._answers, self._over = answers, over
-
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        if details.method not in self._answers:
-            return None
-        answer = self._answers[details.method]
-
-        def call(_request: bytes, context: grpc.ServicerContext) -> bytes:
-            if isinstance(answer, grpc.StatusCode):
-                context.abort(answer, "refused")
-            if answer is None:
-                self._over.wait()
-            return answer or b""
-
-        return grpc.unary_unary_rpc_method_handler(call)
-
-
 @contextmanager
-def serving(path: Path, answers: Mapping[str, Answer]) -> Iterator[None]:
-    """A gRPC server at `path`, on threads, with these methods."""
+def serving(path: Path, method: tuple[str, str], answer: Answer) -> Iterator[None]:
+    """A gRPC server at `path`, on threads, with one method of one service."""
     over = threading.Event()
+
+    def call(_request: bytes, context: grpc.ServicerContext) -> bytes:
+        if isinstance(answer, grpc.StatusCode):
+            context.abort(answer, "refused")
+        if answer is None:
+            over.wait()
+        return answer or b""
+
+    service, name = method
+    handler = grpc.method_handlers_generic_handler(service, {name: grpc.unary_unary_rpc_method_handler(call)})
     with ThreadPoolExecutor(max_workers=4) as pool:
-        server = grpc.server(pool, handlers=[_Fixed(answers, over)])
+        server = grpc.server(pool, handlers=[handler])
         server.add_insecure_port(f"unix:{path}")
         server.start()
         try:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
 from gpumgr.cli.doctor import command
-from gpumgr.cli.examination import CheckResult, examine
+from gpumgr.cli.examination import CheckResult, examine, ok
 from gpumgr.cli.examination.cluster import checks_for_cluster
 from gpumgr.cli.examination.cluster_config import needed_by_claims, problems
 from gpumgr.kube.client import ApiServer
+from tests.component.cli.peer import api_server
 from tests.component.kube.conftest import write_kubeconfig
+
+from .conftest import brief
 
 PROJECT = Path(__file__).parents[4]
 Json = dict[str, Any]
@@ -52,8 +54,9 @@ def node(name: str, *, cores: int = 100, inventory: str | None = INVENTORY, read
     }
 
 
-def gpumgr_pod(name: str, container: str, image: str) -> Json:
-    return {"metadata": {"name": name, "namespace": SPACE}, "spec": {"containers": [{"name": container, "image": image}]}}
+def kube_scheduler(version: str) -> list[Json]:
+    container = {"name": "kube-scheduler", "image": f"registry.k8s.io/kube-scheduler:{version}"}
+    return [{"metadata": {"name": "c", "namespace": SPACE}, "spec": {"containers": [container]}}]
 
 
 def gpu_pod(name: str, placement: str | None) -> Json:
@@ -65,20 +68,17 @@ def gpu_pod(name: str, placement: str | None) -> Json:
     }
 
 
+def add_policies(objects: dict[str, Any], part: str) -> None:
+    """The admission policies and bindings of a folder of config/."""
+    for each in yaml.safe_load_all((PROJECT / "config" / part / "admission-policies.yaml").read_text()):
+        if each:
+            objects.setdefault(f"{GROUP}/{each['kind'].lower()}s".replace("policys", "policies"), []).append(each)
+
+
 def installation() -> dict[str, Any]:
     """Path, and the label or field selector where it matters -> what is there."""
-    policies = [
-        each
-        for part in ("scheduler", "claims")
-        for each in yaml.safe_load_all((PROJECT / "config" / part / "admission-policies.yaml").read_text())
-        if each
-    ]
-    lease = {
-        "holderIdentity": "a",
-        "renewTime": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
-        "leaseDurationSeconds": 3600,
-    }
-    return {
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    objects: dict[str, Any] = {
         "/version": {"gitVersion": "v1.37.2"},
         "/apis/apps/v1/deployments": [
             deployment(NAME, "scheduler"),
@@ -88,24 +88,17 @@ def installation() -> dict[str, Any]:
         CLASS: {},
         SLICES: [{"spec": {"nodeName": "n1"}}],
         "/api/v1/configmaps": [{"data": {"kube-scheduler.yaml": yaml.safe_dump({**CONFIG, "extenders": [EXTENDER]})}}],
-        LEASE: {"spec": lease},
-        "/api/v1/pods part-of": [
-            gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v1.37.1"),
-        ],
+        LEASE: {"spec": {"holderIdentity": "a", "renewTime": now, "leaseDurationSeconds": 3600}},
+        "/api/v1/pods part-of": kube_scheduler("v1.37.1"),
         "/api/v1/pods others": [
             gpu_pod("ours", "{}"),
             {"metadata": {"name": "cpu", "namespace": "ml", "uid": "cpu-uid"}, "spec": {"containers": [{"name": "main"}]}},
         ],
         "/api/v1/nodes": [node("n1"), node("cpu", cores=0, inventory=None)],
-        f"{GROUP}/validatingadmissionpolicies": [each for each in policies if each["kind"] == "ValidatingAdmissionPolicy"],
-        f"{GROUP}/validatingadmissionpolicybindings": [
-            each for each in policies if each["kind"].startswith("V") and "Binding" in each["kind"]
-        ],
-        f"{GROUP}/mutatingadmissionpolicies": [each for each in policies if each["kind"] == "MutatingAdmissionPolicy"],
-        f"{GROUP}/mutatingadmissionpolicybindings": [
-            each for each in policies if each["kind"] == "MutatingAdmissionPolicyBinding"
-        ],
     }
+    for part in ("scheduler", "claims"):
+        add_policies(objects, part)
+    return objects
 
 
 class Stub:
@@ -113,7 +106,7 @@ class Stub:
 
     def __init__(self, objects: dict[str, Any]) -> None:
         self.objects, self.forbidden = objects, set[str]()
-        self.url = ""
+        self.kubeconfig = Path()
 
     async def answer(self, request: web.Request) -> web.Response:
         if request.method == "POST":
@@ -125,40 +118,32 @@ class Stub:
             return web.json_response({**review, "status": {"allowed": {text, f"{account}: {text}"}.isdisjoint(self.forbidden)}})
         path = request.path
         if path == "/api/v1/pods":
-            path += " part-of" if "labelSelector" in request.query else " others"
-            assert request.query.get("fieldSelector", "spec.schedulerName!=gpumgr-scheduler").endswith(
-                "schedulerName!=gpumgr-scheduler"
-            )
-        found = self.objects.get(path)
-        if found is None:
+            others = request.query.get("fieldSelector", "")
+            assert others.endswith("schedulerName!=gpumgr-scheduler") != ("labelSelector" in request.query)
+            path += " others" if others else " part-of"
+        if (found := self.objects.get(path)) is None:
             return web.json_response({"message": f"{path} not found"}, status=404)
         return web.json_response({"items": found} if isinstance(found, list) else found)
 
 
 @pytest.fixture
-async def stub() -> AsyncIterator[Stub]:
+async def stub(tmp_path: Path) -> AsyncIterator[Stub]:
     stub = Stub(installation())
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", stub.answer)
-    async with TestServer(app, host="127.0.0.1") as server:
-        stub.url = f"http://127.0.0.1:{server.port}"
+    async with api_server(tmp_path / "kubeconfig", stub.answer) as stub.kubeconfig:
         yield stub
 
 
-async def findings(stub: Stub, folder: Path, config: str | None = None) -> dict[str, CheckResult]:
-    server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", stub.url))
-    try:
+async def findings(stub: Stub, config: str | None = None) -> dict[str, CheckResult]:
+    async with ApiServer.session(stub.kubeconfig) as server:
         return dict((await examine(checks_for_cluster(server, config), limit_seconds=60)).findings)
-    finally:
-        await server.close()
 
 
-async def test_a_complete_installation_is_all_right(stub: Stub, tmp_path: Path) -> None:
-    found = await findings(stub, tmp_path)
+async def test_a_complete_installation_is_all_right(stub: Stub) -> None:
+    found = await findings(stub)
     assert tuple(found) == PARTS
-    assert {name: (each.state, each.message) for name, each in found.items() if each.state != "ok"} == {}
-    assert found["versions"].message == "API server 1.37, kube-scheduler 1.37"
-    assert found["leader"].message == "a holds the Lease"
+    assert {name: brief(each) for name, each in found.items() if each.state != "ok"} == {}
+    assert found["versions"] == ok("API server 1.37, kube-scheduler 1.37")
+    assert found["leader"] == ok("a holds the Lease")
 
 
 def dropped(path: str) -> Change:
@@ -188,9 +173,7 @@ NEWER = json.dumps({"version": 2, "gpus": []})
 
 
 @pytest.mark.parametrize(("check", "state", "message", "change"), [
-    ("versions", "error", "kube-scheduler 2.37", replaced("/api/v1/pods part-of", [
-        gpumgr_pod("c", "kube-scheduler", "registry.k8s.io/kube-scheduler:v2.37.1"),
-    ])),
+    ("versions", "error", "kube-scheduler 2.37", replaced("/api/v1/pods part-of", kube_scheduler("v2.37.1"))),
     ("versions", "error", "API server 1.35", replaced("/version", {"gitVersion": "v1.35.0+k3s1"})),
     ("leader", "error", "Lease gpus/gpumgr-scheduler does not exist", dropped(LEASE)),
     ("leader", "error", "has no holder", replaced(LEASE, {"spec": {"holderIdentity": ""}})),
@@ -222,22 +205,19 @@ NEWER = json.dumps({"version": 2, "gpus": []})
     ("claims-policy", "error", NO_LIST, replaced(f"{GROUP}/mutatingadmissionpolicybindings", {})),
     ("device-class", "error", NO_LIST, both(dropped(CLASS), replaced(SLICES, {}))),
 ])  # fmt: skip
-async def test_each_fault_is_named(
-    check: str, state: str, message: str, change: Change, stub: Stub, tmp_path: Path
-) -> None:  # fmt: skip
+async def test_each_fault_is_named(check: str, state: str, message: str, change: Change, stub: Stub) -> None:
     change(stub.objects)
-    found = (await findings(stub, tmp_path))[check]
-    assert (found.state, message in found.message) == (state, True), found
-    assert (found.remedy is None) == (state in ("ok", "skipped"))
+    found = (await findings(stub))[check]
+    assert (found.state, message in found.message, found.remedy is None) == (state, True, state in ("ok", "skipped")), found
 
 
 @pytest.mark.parametrize(
     ("account", "rights"),
     [(NAME, ("watch nodes", "patch leases")), ("gpumgr-claims", ("delete resourceclaimtemplates", "get leases"))],
 )
-async def test_missing_rights_of_an_account(account: str, rights: tuple[str, ...], stub: Stub, tmp_path: Path) -> None:
+async def test_missing_rights_of_an_account(account: str, rights: tuple[str, ...], stub: Stub) -> None:
     stub.forbidden = {f"{account}: {right}" for right in rights}
-    found = await findings(stub, tmp_path)
+    found = await findings(stub)
     check, other = ("rbac", "claims-rbac") if account == NAME else ("claims-rbac", "rbac")
     assert (found[check].state, found[other].state) == ("error", "ok")
     assert found[check].message == f"system:serviceaccount:{SPACE}:{account} is not allowed: {', '.join(rights)}"
@@ -258,12 +238,12 @@ def test_the_claims_controllers_rights_are_those_that_are_shipped() -> None:
     assert {resource for _, resource, _ in shipped - needed} == {"configmaps", "resourcequotas"}
 
 
-async def test_a_cluster_without_claims(stub: Stub, tmp_path: Path) -> None:
+async def test_a_cluster_without_claims(stub: Stub) -> None:
     for path in [CLASS, SLICES, *(f"{GROUP}/mutatingadmissionpolic{end}" for end in ("ies", "ybindings"))]:
         del stub.objects[path]
     for path in ("/apis/apps/v1/deployments", f"{GROUP}/validatingadmissionpolicies"):
         stub.objects[path] = [each for each in stub.objects[path] if "-claims" not in each["metadata"]["name"]]
-    found = await findings(stub, tmp_path)
+    found = await findings(stub)
     assert {found[name].state for name in ("device-class", "claims-policy", "claims-rbac")} == {"skipped"}
 
 
@@ -272,25 +252,20 @@ def serve_hami(stub: Stub) -> None:
     stub.objects["/api/v1/configmaps"] = [{"data": {"kube-scheduler.yaml": yaml.safe_dump(config)}}]
 
 
-async def test_with_hamis_resources_its_annotations_must_be_protected_too(stub: Stub, tmp_path: Path) -> None:
-    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+async def test_with_hamis_resources_its_annotations_must_be_protected_too(stub: Stub) -> None:
+    assert (await findings(stub))["admission"].state == "ok"
     serve_hami(stub)
-    found = (await findings(stub, tmp_path))["admission"]
     text = "no policy protects hami.io/vgpu- in requests to bindings, pods, pods/binding, pods/status"
-    assert (found.state, found.message) == ("warning", text)
-    shipped = yaml.safe_load_all((PROJECT / "config" / "hami" / "admission-policies.yaml").read_text())
-    for each in shipped:
-        kind = {"ValidatingAdmissionPolicy": "policies", "ValidatingAdmissionPolicyBinding": "policybindings"}.get(each["kind"])
-        if kind is not None:
-            stub.objects[f"{GROUP}/validatingadmission{kind}"].append(each)
-    assert (await findings(stub, tmp_path))["admission"].state == "ok"
+    assert brief((await findings(stub))["admission"]) == ("warning", text)
+    add_policies(stub.objects, "hami")
+    assert (await findings(stub))["admission"].state == "ok"
 
 
-async def test_with_hamis_resources_the_account_watches_quotas_too(stub: Stub, tmp_path: Path) -> None:
+async def test_with_hamis_resources_the_account_watches_quotas_too(stub: Stub) -> None:
     stub.forbidden = {"list resourcequotas"}
-    assert (await findings(stub, tmp_path))["rbac"].state == "ok"
+    assert (await findings(stub))["rbac"].state == "ok"
     serve_hami(stub)
-    found = (await findings(stub, tmp_path))["rbac"]
+    found = (await findings(stub))["rbac"]
     assert (found.state, "is not allowed: list resourcequotas" in found.message) == ("error", True)
 
 
@@ -330,8 +305,8 @@ def test_faults_of_the_configuration(changes: Json, of_extender: Json, expected:
     assert all(text.startswith(begin) for (_, text), (_, begin) in zip(found, expected, strict=True)), found
 
 
-async def test_a_file_takes_the_place_of_the_configmap(stub: Stub, tmp_path: Path) -> None:
-    found = await findings(stub, tmp_path, yaml.safe_dump({**CONFIG, "extenders": [{**EXTENDER, "ignorable": True}]}))
+async def test_a_file_takes_the_place_of_the_configmap(stub: Stub) -> None:
+    found = await findings(stub, yaml.safe_dump({**CONFIG, "extenders": [{**EXTENDER, "ignorable": True}]}))
     assert (found["configuration"].state, found["other-pods"].state) == ("error", "ok")
 
 
@@ -345,7 +320,7 @@ def test_the_command_has_the_exit_codes_and_output_of_the_nodes_doctor(tmp_path:
         assert list(found) == list(PARTS)
         assert found.pop("configuration") == ("ok" if arguments else "error")
         assert set(found.values()) == {"error"}
-    done = CliRunner().invoke(command, [*cluster, "--scheduler-config", str(tmp_path / "missing")])
-    assert (done.exit_code, "No such file" in done.output) == (2, True)
-    done = CliRunner().invoke(command, ["--kubeconfig", "a"])
-    assert (done.exit_code, "need --cluster" in done.output) == (2, True)
+    wrong = {(*cluster, "--scheduler-config", str(tmp_path / "missing")): "No such file", ("--kubeconfig", "a"): "need --cluster"}
+    for words, message in wrong.items():
+        done = CliRunner().invoke(command, words)
+        assert (done.exit_code, message in done.output) == (2, True)

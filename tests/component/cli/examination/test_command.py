@@ -3,12 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from click.testing import CliRunner, Result
 
@@ -16,12 +13,6 @@ from gpumgr.cli.doctor import command
 from gpumgr.common.errors import InputError
 
 from .conftest import GET_POD, VERSION, listening, serving, version_answer
-
-
-@pytest.fixture
-def peers() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def write_settings(folder: Path, **sections: dict[str, object]) -> Path:
@@ -57,7 +48,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
     burst = found.pop(-3)
     assert (burst["check"], burst["state"]) == ("burst", "skipped")
     assert "no agent answers on this node" in burst["message"]
-    kubelet = (
+    folder_remedy = (
         "start the kubelet, or set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, "
         "whatever its --root-dir is"
     )
@@ -70,7 +61,7 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
         ("device-nodes", "skipped", "a simulated node has none", None),
         ("settings", "ok", "no settings file of earlier versions is left", None),
         ("mode", "ok", "plugin: GPUs are offered by the device plugin API", None),
-        ("kubelet", "error", "DIR/plugins is no folder", kubelet),
+        ("kubelet", "error", "DIR/plugins is no folder", folder_remedy),
         ("pod-resources", "error", pods, pods_remedy),
         ("plugins", "skipped", "DIR/plugins is no folder", None),
         ("agent", "ok", "none runs on this node", None),
@@ -94,37 +85,37 @@ def test_json_has_an_object_for_each_check(folder: Path) -> None:
 def test_text_has_a_line_for_each_check_with_what_to_do_and_errors_last(folder: Path) -> None:
     result = doctor("--config", write_settings(folder), "--sim", "pcie-a10-4")
     lines = result.stdout.splitlines()
-    assert len(lines) == 24
-    assert lines[1] == "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10"
+    assert (len(lines), lines[1]) == (24, "ok       nvml           driver 535.183.01, CUDA 12.2, 4 NVIDIA A10")
     states = [line.split()[0] for line in lines]
     first = states.index("error")
     assert set(states[first:]) == {"error"}
     assert lines[first].startswith(f"error    kubelet        {folder}/plugins is no folder; start the kubelet, or set ")
 
 
-def test_warnings_alone_exit_0(folder: Path, peers: ExitStack) -> None:
+def test_warnings_alone_exit_0(folder: Path) -> None:
     (folder / "plugins").mkdir()
-    peers.enter_context(listening(folder / "plugins/kubelet.sock"))
-    peers.enter_context(serving(folder / "pods.sock", {GET_POD: b""}))
-    peers.enter_context(serving(folder / "cri.sock", {VERSION: version_answer("containerd", "v2.1.4")}))
-    path = write_settings(folder, cri={"socket": f"{folder}/cri.sock"})
-    result = doctor("--config", path, "--sim", "pcie-a10-4", "--output", "json")
+    with (
+        listening(folder / "plugins/kubelet.sock"),
+        serving(folder / "pods.sock", GET_POD, b""),
+        serving(folder / "cri.sock", VERSION, version_answer("containerd", "v2.1.4")),
+    ):
+        settings = write_settings(folder, cri={"socket": f"{folder}/cri.sock"})
+        result = doctor("--config", settings, "--sim", "pcie-a10-4", "--output", "json")
     states = {finding["check"]: finding["state"] for finding in json.loads(result.stdout)}
-    assert states["enforcement"] == "warning"
-    assert "error" not in states.values()
+    assert (result.exit_code, "error" in states.values(), states["enforcement"]) == (0, False, "warning")
     assert (states["kubelet"], states["pod-resources"], states["cri"], states["mps"]) == ("ok", "ok", "ok", "skipped")
-    assert result.exit_code == 0
 
 
 def test_flags_go_over_the_file(folder: Path) -> None:
     path = write_settings(folder, kubernetes={"kubeconfig": f"{folder}/none"})
     options = ("--config", path, "--sim", "mixed-2", "--json")
-    *_, rbac, _ = json.loads(doctor(*options).stdout)
-    assert (rbac["check"], rbac["state"]) == ("rbac", "error")
-    *_, rbac, _ = json.loads(doctor(*options, "--standalone").stdout)
-    assert rbac["state"] == "skipped"
-    findings = json.loads(doctor(*options, "--set", "enforcement.backend=mps").stdout)
-    assert [each["state"] for each in findings if each["check"] == "mps"] == ["error"]
+    for flags, check, state in (
+        ((), "rbac", "error"),
+        (("--standalone",), "rbac", "skipped"),
+        (("--set", "enforcement.backend=mps"), "mps", "error"),
+    ):
+        findings = {each["check"]: each["state"] for each in json.loads(doctor(*options, *flags).stdout)}
+        assert findings[check] == state
 
 
 def test_wrong_settings_are_an_input_error(folder: Path) -> None:

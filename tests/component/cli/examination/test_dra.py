@@ -2,20 +2,21 @@
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
 from gpumgr.cli.doctor import checks_for
+from gpumgr.cli.examination import ok
 from gpumgr.cli.examination.api_server import Right, look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
+from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.units import DRA_DRIVER, Amounts
 from gpumgr.driver import Hardware
 from gpumgr.kubelet.slices import LOST_TAINT, Taint, resource_slice, slice_name
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.ledger.store import SqliteCheckpoint
-from gpumgr.placement.devices import Gpu
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, KubeletSettings, KubernetesSettings, NodeSettings
 from gpumgr.sim.apiserver import SimApiServer
@@ -23,7 +24,7 @@ from tests.component.kubelet.dra.resources import Resources
 from tests.component.kubelet.dra.test_slice_publisher import DEVICES, device
 from tests.component.ledger.conftest import GPU, REGISTRY
 
-from .conftest import listening
+from .conftest import brief, listening
 
 NODE = NodeSettings(name="node-1", mode="dra")
 MODES: Final[tuple[Literal["plugin", "dra"], ...]] = ("plugin", "dra")
@@ -32,39 +33,27 @@ MODES: Final[tuple[Literal["plugin", "dra"], ...]] = ("plugin", "dra")
 class Shown:
     """In place of SharedNvml."""
 
-    def __init__(self, *gpus: Gpu) -> None:
-        self.gpus = gpus
+    gpus = tuple(each.gpu for each in DEVICES)
 
     async def snapshot(self) -> Any:
         return self
 
 
-SHOWN = Shown(*(each.gpu for each in DEVICES))
-
-
-class Stage:
-    def __init__(self, sim: SimApiServer) -> None:
-        self.resources = Resources(sim)
-        sim.routes.append(web.get("/version", self._version))
-
-    async def _version(self, _request: web.Request) -> web.Response:
-        return web.json_response({"gitVersion": "v1.37.2"})
+async def version(_request: web.Request) -> web.Response:
+    return web.json_response({"gitVersion": "v1.37.2"})
 
 
 @pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[tuple[Stage, Settings]]:
+async def stage(tmp_path: Path) -> AsyncIterator[tuple[Resources, Settings]]:
     sim = SimApiServer("node-1")
-    stage = Stage(sim)
+    sim.routes.append(web.get("/version", version))
+    resources = Resources(sim)
     async with sim:
         kubernetes = KubernetesSettings(kubeconfig=sim.kubeconfig(tmp_path / "kubeconfig"))
-        yield stage, Settings(node=NODE, kubernetes=kubernetes, checkpoint=CheckpointSettings(dir=tmp_path))
+        yield resources, Settings(node=NODE, kubernetes=kubernetes, checkpoint=CheckpointSettings(dir=tmp_path))
 
 
 DIFFERS = "ResourceSlice {name} differs from the driver: "
-
-
-def stored(*devices: Any) -> Any:
-    return resource_slice("node-1", "uid", devices)
 
 
 LARGER = replace(DEVICES[1], gpu=replace(DEVICES[1].gpu, memory_bytes=40 << 30))
@@ -72,7 +61,7 @@ LOST = device(2, taints=(Taint(key=LOST_TAINT),))
 
 
 def shows(*devices: Any) -> Callable[[Resources], Any]:
-    return lambda resources: resources.put(stored(*devices))
+    return lambda resources: resources.put(resource_slice("node-1", "uid", devices))
 
 
 def lacks(gate: str) -> Callable[[Resources], Any]:
@@ -104,17 +93,17 @@ def lacks(gate: str) -> Callable[[Resources], Any]:
     ],
 )
 async def test_the_slice(prepare: Callable[[Resources], Any], state: str, message: str, stage: Any) -> None:
-    scene, settings = stage
-    prepare(scene.resources)
-    found = await look_at_slice(settings, SHOWN)  # type: ignore[arg-type]
-    assert (found.state, found.message) == (state, message.format(name=slice_name("node-1")))
+    resources, settings = stage
+    prepare(resources)
+    found = await look_at_slice(settings, cast("SharedNvml", Shown()))
+    assert brief(found) == (state, message.format(name=slice_name("node-1")))
     assert (found.remedy is None) == (state == "ok")
-    assert not scene.resources.writes  # nothing but dry runs
+    assert not resources.writes  # nothing but dry runs
 
 
 async def test_claims_that_the_api_server_lacks(stage: Any, tmp_path: Path) -> None:
-    scene, settings = stage
-    assert (await look_at_claims(settings)).message == "0 claims hold GPUs"
+    resources, settings = stage
+    assert await look_at_claims(settings) == ok("0 claims hold GPUs")
     ledger = Ledger(REGISTRY)
     for name in ("kept", "gone", "another"):
         claim = ClaimRequest(uid=f"uid-{name}", namespace="team", name=name, request="gpu")
@@ -122,34 +111,26 @@ async def test_claims_that_the_api_server_lacks(stage: Any, tmp_path: Path) -> N
     checkpoint = SqliteCheckpoint.open(tmp_path)
     await checkpoint.save(ledger.since(Ledger()))
     await checkpoint.close()
-    for name, uid in (("kept", "uid-kept"), ("another", "uid-later")):
-        scene.resources.claims["team", name] = {"metadata": {"uid": uid}}
-    found = await look_at_claims(settings)
-    assert (found.state, found.message) == (
-        "warning",
-        "these claims hold GPUs, but do not exist in the API server: team/another, team/gone",
-    )
-    scene.resources.claims = {("team", name): {"metadata": {"uid": f"uid-{name}"}} for name in ("kept", "gone", "another")}
-    assert (await look_at_claims(settings)).message == "3 claims hold GPUs"
+    resources.claims = {("team", name): {"metadata": {"uid": f"uid-{name}"}} for name in ("kept", "gone", "another")}
+    assert await look_at_claims(settings) == ok("3 claims hold GPUs")
+    del resources.claims["team", "gone"]
+    resources.claims["team", "another"]["metadata"]["uid"] = "uid-later"
+    missing = "these claims hold GPUs, but do not exist in the API server: team/another, team/gone"
+    assert brief(await look_at_claims(settings)) == ("warning", missing)
 
 
 async def test_the_sockets(folder: Path) -> None:
     kubelet = KubeletSettings(plugins_dir=folder / "p", plugins_registry_dir=folder / "r")
     kubelet.plugins_dir.mkdir()
-    found = look_at_sockets(kubelet)
-    assert (found.state, found.message) == ("error", f"{folder}/r is no folder")
+    assert brief(look_at_sockets(kubelet)) == ("error", f"{folder}/r is no folder")
     kubelet.plugins_registry_dir.mkdir()
     (folder / "p" / DRA_DRIVER).mkdir()
     dra, registration = folder / "p" / DRA_DRIVER / "dra.sock", folder / "r" / f"{DRA_DRIVER}-reg.sock"
     with listening(dra):
-        found = look_at_sockets(kubelet)
-        assert (found.state, found.message) == (
-            "warning",
-            f"the driver {DRA_DRIVER} does not listen at {folder}/r/{DRA_DRIVER}-*reg.sock",
-        )
+        away = f"the driver {DRA_DRIVER} does not listen at {folder}/r/{DRA_DRIVER}-*reg.sock"
+        assert brief(look_at_sockets(kubelet)) == ("warning", away)
         with listening(registration):
-            found = look_at_sockets(kubelet)
-    assert (found.state, found.message) == ("ok", f"the driver {DRA_DRIVER} listens at {dra} and {registration}")
+            assert look_at_sockets(kubelet) == ok(f"the driver {DRA_DRIVER} listens at {dra} and {registration}")
 
 
 def test_checks_of_the_mode() -> None:
@@ -161,10 +142,10 @@ def test_checks_of_the_mode() -> None:
 
 
 async def test_the_mode_is_shown() -> None:
-    assert (await look_at_mode("dra")).message == "dra: GPUs are offered to ResourceClaims"
+    assert await look_at_mode("dra") == ok("dra: GPUs are offered to ResourceClaims")
 
 
 async def test_standalone_is_an_error() -> None:
     settings = Settings(node=NODE, kubernetes=KubernetesSettings(enabled=False))
-    found = await look_at_slice(settings, SHOWN)  # type: ignore[arg-type]
-    assert (found.state, found.message) == ("error", "node.mode dra needs the API server")
+    found = await look_at_slice(settings, cast("SharedNvml", Shown()))
+    assert brief(found) == ("error", "node.mode dra needs the API server")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cli.examination import State
+from gpumgr.cli.examination import State, ok
 from gpumgr.cli.examination.enforcement import NodeBackends, look_at_bursts
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.driver import Hardware
@@ -18,6 +18,7 @@ from gpumgr.sim.library import prepare
 from tests.component.cli.fake_agent import FakeAgent
 from tests.component.driver.new_driver import NEW_NODE, lay_out_cgroups
 from tests.libvgpu import build
+from tests.unit.cli.node_story import NAMES, gpu
 
 MPS = """#!/bin/sh
 case "$*" in
@@ -59,6 +60,13 @@ class Node:
         """Settings of a libvgpu.so that works."""
         path = self.folder / "libvgpu.so"
         return {"hami_core__library_sha256": build(path), "hami_core__library_path": str(path)}
+
+    def empty_library(self) -> dict[str, Any]:
+        """Settings of a library that exports nothing."""
+        path = self.folder / "libcuda-control.so"
+        subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {"vcuda__library_path": str(path), "vcuda__library_sha256": sha256}
 
 
 @pytest.fixture
@@ -104,20 +112,17 @@ async def test_an_override_names_a_backend_too(node: Node) -> None:
 
 
 async def test_a_control_program_that_works_is_ok_and_the_check_writes_no_file(node: Node) -> None:
-    found = await node.backends(enforcement__backend="mps", mps__control_program=node.mps()).look_at("mps")
-    assert (found.state, found.message) == ("ok", "this node can use it")
+    backends = node.backends(enforcement__backend="mps", mps__control_program=node.mps())
+    assert await backends.look_at("mps") == ok("this node can use it")
     assert [*(node.folder / "state").iterdir()] == []
 
 
 async def test_the_librarys_path_hash_and_version_are_shown(node: Node) -> None:
     library = node.library()
+    shown = f"{library['hami_core__library_path']}, SHA-256 {library['hami_core__library_sha256'][:12]}…"
+    assert await node.backends(**library).look_at("hami-core") == ok(shown)
     (node.folder / "version").write_text("5091a2f\n")
-    found = await node.backends(**library).look_at("hami-core")
-    sha256 = str(library["hami_core__library_sha256"])
-    assert (found.state, found.message) == (
-        "ok",
-        f"{library['hami_core__library_path']}, SHA-256 {sha256[:12]}…, version 5091a2f",
-    )
+    assert await node.backends(**library).look_at("hami-core") == ok(f"{shown}, version 5091a2f")
 
 
 async def test_another_library_than_the_settings_name_is_an_error(node: Node) -> None:
@@ -126,17 +131,8 @@ async def test_another_library_than_the_settings_name_is_an_error(node: Node) ->
     assert (found.state, f"but {'0' * 64} is set" in found.message) == ("error", True)
 
 
-@pytest.fixture
-def empty_library(folder: Path) -> dict[str, Any]:
-    """Settings of a library that exports nothing."""
-    path = folder / "libcuda-control.so"
-    subprocess.run(["cc", "-shared", "-x", "c", "-o", path, "/dev/null"], check=True)
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"vcuda__library_path": str(path), "vcuda__library_sha256": sha256}
-
-
-async def test_a_library_without_the_drivers_functions(node: Node, empty_library: dict[str, Any]) -> None:
-    found = await node.backends(enforcement__backend="vcuda", **empty_library).look_at("vcuda")
+async def test_a_library_without_the_drivers_functions(node: Node) -> None:
+    found = await node.backends(enforcement__backend="vcuda", **node.empty_library()).look_at("vcuda")
     assert (found.state, "does not export cuInit, cuMemAlloc_v2, nvmlInit" in found.message) == ("error", True)
 
 
@@ -149,11 +145,6 @@ async def test_a_package_without_the_limiters_library_for_this_machine(
     assert (found.state, "has no libgpumgr.so for riscv64" in found.message) == (state, True)
 
 
-async def test_the_library_that_containers_get_is_shown(node: Node) -> None:
-    found = await node.backends(**node.library()).look_at("hami-core")
-    assert (found.state, ", SHA-256 " in found.message) == ("ok", True)
-
-
 async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(node: Node) -> None:
     (node.folder / "new.yaml").write_text(NEW_NODE)
     sim = prepare(str(node.folder / "new.yaml"), node.folder / "node")
@@ -161,18 +152,18 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
     settings = node.settings(cri__cgroup_root=str(cgroups))
     gpus = SharedNvml(Nvml(library_path=sim.library_path, cgroup_root=cgroups))
 
-    def backends(settings: Settings) -> NodeBackends:
+    def backends(settings: Settings = settings) -> NodeBackends:
         return NodeBackends(settings, gpus, Hardware())
 
-    found = await backends(settings).look_at_choice()
-    assert found.state == "ok"
-    assert found.message.startswith("GPU 0-1: memory hard (nvml-memory), cores soft (limiter); measured: limiter ")
+    found = await backends().look_at_choice()
+    hard = "GPU 0-1: memory hard (nvml-memory), cores soft (limiter); measured: limiter "
+    assert (found.state, found.message.startswith(hard)) == ("ok", True)
     assert "hami-core" not in found.message, "it has a check of its own"
-    assert (await backends(settings).look_at("nvml-memory")).state == "ok"
+    assert (await backends().look_at("nvml-memory")).state == "ok"
     sim.control.set_result("nvmlDeviceSetMemoryLimits_v1", 4)
-    found = await backends(settings).look_at_choice()
+    found = await backends().look_at_choice()
     assert (found.state, found.message.startswith("GPU 0-1: memory soft (limiter), cores soft (limiter)")) == ("ok", True)
-    found = await backends(settings).look_at("nvml-memory")
+    found = await backends().look_at("nvml-memory")
     obstacle = f"this node can't use it: a limit on a new cgroup below {cgroups} fails: nvmlDeviceSetMemoryLimits_v1"
     assert (found.state, found.message.startswith(obstacle)) == ("skipped", True)
     named = replace(settings, enforcement=replace(settings.enforcement, backend="nvml-memory"))
@@ -180,6 +171,10 @@ async def test_a_limit_of_the_driver_is_tried_and_each_gpus_limits_are_shown(nod
     assert (found.state, "enforcement.backend is nvml-memory, which this node can't use" in found.message) == ("error", True)
 
 
+# -- bursts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
 def with_socket(folder: Path) -> Settings:
     default = Settings()
     return replace(default, http=replace(default.http, socket=folder / "agent.sock"))
@@ -196,20 +191,14 @@ def with_socket(folder: Path) -> Settings:
         ),
     ],
 )
-async def test_the_excess_of_limits(folder: Path, excess: list[int | None], message: str) -> None:
-    agent = FakeAgent(folder / "agent.sock")
-    names = ("aaaa0000", "bbbb1111")
-    agent.state["gpus"] = [
-        {"uuid": f"GPU-{name}", "name": name, "index": index, "limits_excess_bytes": size}
-        for index, (name, size) in enumerate(zip(names, excess, strict=True))
-    ]
+async def test_the_excess_of_limits(with_socket: Settings, excess: list[int | None], message: str) -> None:
+    agent = FakeAgent(with_socket.http.socket)
+    agent.state["gpus"] = [gpu(index, NAMES[index], limits_excess_bytes=size) for index, size in enumerate(excess)]
     await agent.start()
-    found = await look_at_bursts(with_socket(folder), timeout_seconds=30)
+    assert await look_at_bursts(with_socket, timeout_seconds=30) == ok(message)
     await agent.stop()
-    assert (found.state, found.message) == ("ok", message)
 
 
-async def test_without_an_agent_the_limits_are_not_known(folder: Path) -> None:
-    away = await look_at_bursts(with_socket(folder), timeout_seconds=30)
-    assert away.state == "skipped"
-    assert "no agent answers on this node" in away.message
+async def test_without_an_agent_the_limits_are_not_known(with_socket: Settings) -> None:
+    away = await look_at_bursts(with_socket, timeout_seconds=30)
+    assert (away.state, "no agent answers on this node" in away.message) == ("skipped", True)

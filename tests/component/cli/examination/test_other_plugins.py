@@ -1,15 +1,16 @@
-"""Other plugins and other agents on the node."""
+"""Other plugins and other agents on the node, and the folders that an agent in a pod shares with them."""
 
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from gpumgr.cli.examination import ok
 from gpumgr.cli.examination.folders import look_at_host_paths
 from gpumgr.cli.examination.peers import look_at_agent, look_at_plugins
 from gpumgr.kubelet.other_plugins import lock_folder, lock_node
 
-from .conftest import listening
+from .conftest import brief, listening
 
 
 @pytest.mark.parametrize(
@@ -26,43 +27,35 @@ async def test_who_gives_out_the_same_gpus_is_an_error(names: tuple[str, ...], w
         for name in names:
             stack.enter_context(listening(folder / name))
         found = look_at_plugins(folder)
-    assert found.state == "error"
-    assert found.message.replace(str(folder), "DIR").startswith(who)
-    assert "gpumgr migrate" in (found.remedy or "")
+    assert (found.state, found.message.replace(str(folder), "DIR").startswith(who)) == ("error", True)
+    assert "gpumgr migrate" in str(found.remedy)
 
 
 async def test_others_and_what_was_left_behind_are_no_error(folder: Path) -> None:
     with listening(folder / "nvidia-gpu.sock"):
         pass
     with listening(folder / "kubelet.sock"), listening(folder / "gpumgr-core.sock"), listening(folder / "rdma.sock"):
-        found = look_at_plugins(folder)
-    assert (found.state, found.message) == ("ok", f"no other plugin for NVIDIA's GPUs answers in {folder}")
-    assert look_at_plugins(folder / "none").state == "skipped"
+        assert look_at_plugins(folder) == ok(f"no other plugin for NVIDIA's GPUs answers in {folder}")
 
 
 async def test_a_running_agent_is_ok_unless_another_one_is_to_start(folder: Path) -> None:
     lock = folder / "agent.lock"
-    for before_start in (False, True):
-        found = look_at_agent(lock, folder, before_start=before_start)
-        assert (found.state, found.message) == ("ok", "none runs on this node")
-    with lock_node(lock), lock_folder(folder):
-        pid = lock.read_text().strip()
-        found = look_at_agent(lock, folder, before_start=False)
-        assert (found.state, found.message) == ("ok", f"it runs on this node (pid {pid}, holds {lock})")
-        found = look_at_agent(lock, folder, before_start=True)
-        assert (found.state, found.message) == ("error", f"another gpumgr runs on this node (pid {pid}, holds {lock})")
-        assert "systemctl disable --now gpumgr" in (found.remedy or "")
-    assert look_at_agent(lock, folder, before_start=True).state == "ok"
+    for _ in range(2):
+        for before_start in (False, True):
+            assert look_at_agent(lock, folder, before_start=before_start) == ok("none runs on this node")
+        with lock_node(lock), lock_folder(folder):
+            place = f"runs on this node (pid {lock.read_text().strip()}, holds {lock})"
+            assert look_at_agent(lock, folder, before_start=False) == ok(f"it {place}")
+            found = look_at_agent(lock, folder, before_start=True)
+        assert brief(found) == ("error", f"another gpumgr {place}")
+        assert "systemctl disable --now gpumgr" in str(found.remedy)
 
 
 async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
+    message = f"another gpumgr with another process.lock_path than {folder}/agent.lock serves {folder}"
     with lock_folder(folder):
-        assert look_at_agent(folder / "agent.lock", folder, before_start=False).state == "warning"
-        found = look_at_agent(folder / "agent.lock", folder, before_start=True)
-    assert (found.state, found.message) == (
-        "error",
-        f"another gpumgr with another process.lock_path than {folder}/agent.lock serves {folder}",
-    )
+        assert brief(look_at_agent(folder / "agent.lock", folder, before_start=False)) == ("warning", message)
+        assert brief(look_at_agent(folder / "agent.lock", folder, before_start=True)) == ("error", message)
 
 
 async def test_host_folders_are_required_in_a_pod_only(folder: Path) -> None:

@@ -5,27 +5,27 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gpumgr.cli.examination import State
+from gpumgr.cli.examination import State, ok
 from gpumgr.cli.examination.peers import look_at_cdi, look_at_cgroups, look_at_folder, look_at_pod_resources, look_at_runtime
+from gpumgr.runtime.cgroups import Mode
 from gpumgr.sim.kubelet import SimKubelet
 from gpumgr.sim.kubelet_pods import SUPPORTED, KubeletVersion
+from tests.component.runtime.cri.node import Node
 
-from .conftest import GET_POD, VERSION, listening, serving, version_answer
+from .conftest import GET_POD, VERSION, Answer, brief, listening, serving, version_answer
 
 # -- the kubelet -------------------------------------------------------------------------------------------------------------
 
 
 async def test_the_kubelet_listens_in_its_folder(folder: Path) -> None:
-    found = await look_at_folder(folder)
-    assert found.message == f"no process answers at {folder}/kubelet.sock (No such file or directory)"
-    with listening(folder / "kubelet.sock"):
-        found = await look_at_folder(folder)
-    assert (found.state, found.message) == ("ok", f"listens at {folder}/kubelet.sock")
-    found = await look_at_folder(folder)
-    assert (found.state, found.message) == ("error", f"no process answers at {folder}/kubelet.sock (Connection refused)")
+    socket = folder / "kubelet.sock"
+    assert brief(await look_at_folder(folder)) == ("error", f"no process answers at {socket} (No such file or directory)")
+    with listening(socket):
+        assert await look_at_folder(folder) == ok(f"listens at {socket}")
+    assert brief(await look_at_folder(folder)) == ("error", f"no process answers at {socket} (Connection refused)")
     found = await look_at_folder(folder / "none")
-    assert (found.state, found.message) == ("error", f"{folder}/none is no folder")
-    assert "kubelet.device_plugin_dir" in (found.remedy or "")
+    assert brief(found) == ("error", f"{folder}/none is no folder")
+    assert "kubelet.device_plugin_dir" in str(found.remedy)
 
 
 @pytest.mark.parametrize("shape", SUPPORTED.values(), ids=SUPPORTED)
@@ -35,24 +35,18 @@ async def test_pod_resources_that_answer(shape: KubeletVersion, needs_cdi: bool,
         socket = kubelet.pod_resources_socket
         found = await look_at_pod_resources(socket, needs_cdi=needs_cdi, timeout_seconds=30)
     if needs_cdi and not shape.knows_cdi:
-        assert found.state == "error"
-        assert "does not take CDI devices" in found.message
-        assert "set enforcement.injection to mounts" in (found.remedy or "")
+        assert (found.state, "does not take CDI devices" in found.message) == ("error", True)
+        assert "set enforcement.injection to mounts" in str(found.remedy)
     else:
-        assert (found.state, found.message) == ("ok", f"answers at {socket}")
+        assert found == ok(f"answers at {socket}")
 
 
-async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
-    socket = folder / "pods.sock"
-    with serving(socket, {GET_POD: None}):
-        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=0.1)
-    assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
-    with serving(socket, {GET_POD: grpc.StatusCode.DEADLINE_EXCEEDED}):  # the peer's clock was the faster one
-        found = await look_at_pod_resources(socket, needs_cdi=False, timeout_seconds=30)
-    assert (found.state, found.message) == ("error", f"can't ask for the pod resources at {socket}: there was no answer in time")
-    found = await look_at_pod_resources(folder / "none.sock", needs_cdi=False, timeout_seconds=30)
-    assert "the socket does not exist" in found.message
-    assert found.remedy == "start the kubelet, or set kubelet.pod_resources_socket to <its --root-dir>/pod-resources/kubelet.sock"
+@pytest.mark.parametrize(("answer", "seconds"), [(None, 0.1), (grpc.StatusCode.DEADLINE_EXCEEDED, 30)], ids=["here", "peer"])
+async def test_pod_resources_that_hang(answer: Answer, seconds: float, folder: Path) -> None:
+    """The deadline passes here, or first at the peer, if its clock is the faster one."""
+    with serving(folder / "pods.sock", GET_POD, answer):
+        found = await look_at_pod_resources(folder / "pods.sock", needs_cdi=False, timeout_seconds=seconds)
+    assert brief(found) == ("error", f"can't ask for the pod resources at {folder}/pods.sock: there was no answer in time")
 
 
 # -- the container runtime ---------------------------------------------------------------------------------------------------
@@ -60,74 +54,56 @@ async def test_pod_resources_that_hang_or_are_not_there(folder: Path) -> None:
 
 async def test_the_runtime_reports_its_version(folder: Path) -> None:
     socket = folder / "cri.sock"
-    with serving(socket, {VERSION: version_answer("containerd", "v2.1.4")}):
-        found = await look_at_runtime(socket, timeout_seconds=30)
-    assert (found.state, found.message) == ("ok", f"containerd v2.1.4 at {socket}")
-
-
-async def test_a_runtime_that_hangs_is_away_or_is_none(folder: Path) -> None:
-    socket = folder / "cri.sock"
-    found = await look_at_runtime(socket, timeout_seconds=30)
-    assert found.state == "error"
-    assert "the socket does not exist" in found.message
-    assert "cri.socket" in (found.remedy or "")
-    with listening(socket):
-        found = await look_at_runtime(socket, timeout_seconds=0.1)
-    assert "there was no answer within 0.1 s" in found.message
-    socket.unlink()
-    with serving(socket, {VERSION: grpc.StatusCode.DEADLINE_EXCEEDED}):
-        found = await look_at_runtime(socket, timeout_seconds=30)
-    assert "there was no answer within 30 s" in found.message
-    with serving(socket, {}):
-        found = await look_at_runtime(socket, timeout_seconds=30)
-    assert "the program there does not support CRI v1" in found.message
-
-
-# -- cgroups -----------------------------------------------------------------------------------------------------------------
-
-
-def lay_out_cgroups(root: Path, *lines: str) -> Path:
-    """A /proc with these mounts; "@" is the cgroup root, which is created too."""
-    root = root.resolve()
-    (root / "cgroup").mkdir()
-    (root / "proc").mkdir()
-    (root / "proc/mounts").write_text("".join(line.replace("@", str(root / "cgroup")) + "\n" for line in lines))
-    return root
-
-
-UNIFIED = "cgroup2 @ cgroup2 rw,nosuid 0 0"
-MEMORY = "cgroup @/memory cgroup rw,memory 0 0"
+    with serving(socket, VERSION, version_answer("containerd", "v2.1.4")):
+        assert await look_at_runtime(socket, timeout_seconds=30) == ok(f"containerd v2.1.4 at {socket}")
 
 
 @pytest.mark.parametrize(
-    ("mounts", "state", "message"),
+    ("method", "answer", "seconds", "message"),
     [
-        ((UNIFIED,), "ok", "v2 at "),
-        ((MEMORY,), "ok", "v1 at "),
-        ((MEMORY, "cgroup2 @/unified cgroup2 rw 0 0"), "ok", "hybrid at "),
-        ((), "error", "no cgroup hierarchy that counts memory"),
+        (VERSION, None, 0.1, "there was no answer within 0.1 s"),
+        (VERSION, grpc.StatusCode.DEADLINE_EXCEEDED, 30, "there was no answer within 30 s"),
+        (GET_POD, b"", 30, "the program there does not support CRI v1"),
     ],
 )
-async def test_cgroups(mounts: tuple[str, ...], state: State, message: str, tmp_path: Path) -> None:
-    root = lay_out_cgroups(tmp_path, *mounts)
-    found = look_at_cgroups(root / "cgroup", root / "proc")
-    assert found.state == state
-    assert found.message.startswith(message)
-    assert (found.remedy is None) == (state == "ok")
+async def test_a_runtime_that_hangs_or_is_none(
+    method: tuple[str, str], answer: Answer, seconds: float, message: str, folder: Path
+) -> None:
+    with serving(folder / "cri.sock", method, answer):
+        found = await look_at_runtime(folder / "cri.sock", timeout_seconds=seconds)
+    assert (found.state, message in found.message) == ("error", True)
+
+
+async def test_a_runtime_that_is_away(folder: Path) -> None:
+    found = await look_at_runtime(folder / "cri.sock", timeout_seconds=30)
+    assert (found.state, "the socket does not exist" in found.message) == ("error", True)
+    assert "cri.socket" in str(found.remedy)
+
+
+@pytest.mark.parametrize("mode", ["v1", "v2", "hybrid"])
+async def test_cgroups(mode: Mode, tmp_path: Path) -> None:
+    node = Node(tmp_path, mode)
+    found = look_at_cgroups(node.root, node.proc)
+    assert (found.state, found.message.startswith(f"{mode} at {node.root}"), found.remedy) == ("ok", True, None)
+
+
+async def test_a_host_without_cgroups_that_count_memory(tmp_path: Path) -> None:
+    (tmp_path / "mounts").touch()
+    found = look_at_cgroups(tmp_path, tmp_path)
+    assert (found.state, found.message.startswith("no cgroup hierarchy that counts memory")) == ("error", True)
+    assert found.remedy
 
 
 # -- CDI ---------------------------------------------------------------------------------------------------------------------
 
 
 async def test_cdi_needs_a_folder_that_can_be_written_and_is_read(folder: Path) -> None:
-    (folder / "file").write_text("")
-    found = await look_at_cdi(folder / "file/cdi", folder / "cri.sock", used=True, timeout_seconds=30)
-    assert (found.state, found.message) == ("error", f"{folder}/file/cdi can't be written")
-    found = await look_at_cdi(folder / "new/cdi", folder / "cri.sock", used=True, timeout_seconds=30)
-    assert (found.state, found.message) == (
-        "warning",
-        f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {folder}/new/cdi",
-    )
+    (folder / "file").touch()
+    for cdi, expected in {
+        folder / "file/cdi": ("error", f"{folder}/file/cdi can't be written"),
+        folder / "new/cdi": ("warning", f"runtimes look for specs in /etc/cdi and /var/run/cdi, not in {folder}/new/cdi"),
+    }.items():
+        assert brief(await look_at_cdi(cdi, folder / "cri.sock", used=True, timeout_seconds=30)) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,8 +122,6 @@ async def test_cdi_by_the_version_of_the_runtime(
     name: str, version: str, state: State, word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpumgr.cli.examination.peers.CDI_DIRS", (folder / "cdi",))
-    with serving(folder / "cri.sock", {VERSION: version_answer(name, version)}):
+    with serving(folder / "cri.sock", VERSION, version_answer(name, version)):
         found = await look_at_cdi(folder / "cdi", folder / "cri.sock", used=True, timeout_seconds=30)
-    assert found.state == state
-    assert word in found.message
-    assert (found.remedy is None) == (state == "ok")
+    assert (found.state, word in found.message, found.remedy is None) == (state, True, state == "ok")

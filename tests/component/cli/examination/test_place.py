@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination import CheckResult
+from gpumgr.cli.examination import CheckResult, ok
 from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders, look_at_settings
 from gpumgr.kubelet.other_plugins import lock_node
-from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.store import NAME, SqliteCheckpoint, read_checkpoint
 
 from .test_command import doctor, write_settings
@@ -29,12 +28,6 @@ async def made(folder: Path) -> Path:
     return folder
 
 
-def execute(folder: Path, statement: str) -> None:
-    with closing(sqlite3.connect(folder / NAME)) as connection:
-        connection.execute(statement)
-        connection.commit()
-
-
 async def look(folder: Path) -> CheckResult:
     """What is found of the checkpoint; nothing of it changes."""
     before = content(folder)
@@ -44,20 +37,15 @@ async def look(folder: Path) -> CheckResult:
 
 
 async def test_a_checkpoint_that_can_be_used_or_made_is_well(folder: Path) -> None:
-    found = await look(folder)
-    assert (found.state, found.message) == ("ok", f"there is no checkpoint at {folder}/{NAME}: the agent creates one")
-    found = await look(await made(folder))
-    assert (found.state, found.message) == ("ok", f"{len(Ledger().allocations)} allocations in {folder}")
+    assert await look(folder) == ok(f"there is no checkpoint at {folder}/{NAME}: the agent creates one")
+    assert await look(await made(folder)) == ok(f"0 allocations in {folder}")
 
 
 async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) -> None:
     (folder / NAME).write_bytes(b"no database" * 100)
     found = await look(folder)
-    assert found.state == "warning"
-    assert (
-        found.remedy
-        == "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
-    )
+    remedy = "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
+    assert (found.state, found.remedy) == ("warning", remedy)
 
 
 async def test_one_that_an_agent_uses_is_read_beside_it(folder: Path) -> None:
@@ -78,19 +66,15 @@ async def test_one_that_a_killed_agent_left_keeps_what_is_in_its_log(folder: Pat
 
 
 async def test_folders_that_exist_or_can_be_created_are_ok_and_unchanged(folder: Path) -> None:
-    found = look_at_folders({"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"})
-    assert (found.state, found.message) == ("ok", "2 folders can be written")
+    folders = {"checkpoint.dir": folder, "container.allocation_dir": folder / "vm/deep"}
+    assert look_at_folders(folders) == ok("2 folders can be written")
     assert os.listdir(folder) == []
 
 
 async def test_each_folder_that_can_not_be_made_is_named_with_its_setting(folder: Path) -> None:
     (folder / "file").touch()
-    wrong = {
-        "checkpoint.dir": Path("/proc/gpumgr/state"),
-        "container.allocation_dir": folder / "file",
-        "enforcement.run_dir": folder,
-    }
-    found = look_at_folders(wrong)
+    some = {"checkpoint.dir": Path("/proc/gpumgr/state"), "container.allocation_dir": folder / "file"}
+    found = look_at_folders({**some, "enforcement.run_dir": folder})
     assert found.state == "error"
     assert found.message.startswith("can't be written: /proc/gpumgr/state (checkpoint.dir): it can't be made in /proc: ")
     assert f"{folder}/file (container.allocation_dir): Not a directory" in found.message
@@ -117,7 +101,8 @@ async def test_a_folder_of_another_user_is_reported(closed_folder: Path) -> None
 
 def test_the_command_reports_every_fault_before_the_agent_starts(folder: Path) -> None:
     asyncio.run(made(folder))
-    execute(folder, "UPDATE schema SET version = 999")
+    with closing(sqlite3.connect(folder / NAME)) as connection, connection:
+        connection.execute("UPDATE schema SET version = 999")
     settings = write_settings(folder, container={"allocation_dir": "/proc/vm"})
     with lock_node(folder / "agent.lock"):
         result = doctor("--config", settings, "--sim", "pcie-a10-4", "--before-start")
