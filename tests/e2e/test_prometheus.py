@@ -20,10 +20,10 @@ from gpumgr.sim.demo.node import SimulatedNode, open_node
 from gpumgr.sim.demo.script import Script
 from gpumgr.sim.demo.workload import Activity, Workload
 from gpumgr.sim.kubelet import SimContainer
-from tests.background import background, until
+from tests.background import background
 from tests.cluster_api import ClusterApiServer
-from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod
-from tests.component.cluster.scheduler.test_pages import ready, serving
+from tests.component.cluster.scheduler.conftest import GPU_MEBIBYTES, inventory, node, pod, running
+from tests.component.cluster.scheduler.test_pages import ready
 
 from .processes import free_ports
 from .prometheus import (
@@ -146,22 +146,21 @@ async def test_every_query_and_every_operand_has_data_of_the_scheduler(tmp_path:
     async with ClusterApiServer("a") as sim:
         gpus = tuple(InventoryGpu(uuid=f"GPU-a-{gpu}", model="H100", memory=GPU_MEBIBYTES) for gpu in range(2))
         sim.put_node(ready(node("a", 2, inventory("a", 2, gpus=gpus))))
-        async with serving(sim, tmp_path, "loopback") as pages:
+        async with running(sim, tmp_path) as stage:
             for name, cores in (("fits", 60), ("large", 500)):
                 item = pod(name, ("app", cores, 0 if cores > 100 else 16))
-                sim.put_document(item)
-                await until(lambda item=item: item["metadata"]["uid"] in pages.watches.pending)  # type: ignore[misc]
+                await stage.show(item)
             prometheus = running_prometheus(
-                tmp_path / "prometheus", pages.url.removeprefix("http://"), job=SCHEDULER_JOB, rules=rules
+                tmp_path / "prometheus", stage.pages_url.removeprefix("http://"), job=SCHEDULER_JOB, rules=rules
             )
             async with prometheus as asked:
                 while not await asked.ready():
-                    await pages.stage.post("filter", "{}")
+                    await stage.post("filter", "{}")
                 for number in range(20):
                     item = pod(f"p{number}", ("app", 60, 16))
-                    await pages.stage.filter(item, ["a"])
-                    await pages.stage.post("filter", "{}")
+                    await stage.filter(item, ["a"])
+                    await stage.post("filter", "{}")
                     await until_all_have_data(asked, {"gpumgr_scheduler_leader"})
                 of_claims = {each for each in operands(rules) if "gpumgr_claims_" in each}  # another program's
                 await until_all_have_data(asked, queries | operands(rules) - of_claims)
-            assert complaints((await pages.get("/metrics"))[1].encode()) == ""
+            assert complaints((await stage.page("/metrics"))[1].encode()) == ""

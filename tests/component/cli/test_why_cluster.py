@@ -4,7 +4,6 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from aiohttp import ClientError, ClientTimeout, web
 from aiohttp.test_utils import TestServer
 
 from gpumgr.cli import cluster_why
-from gpumgr.cluster.scheduler.pages import application_of
-from gpumgr.settings.schema import HttpSettings
-from gpumgr.web.http_server import PageServer
 from tests.cluster_api import ClusterApiServer
-from tests.component.cluster.scheduler.conftest import inventory, node, pod
-from tests.component.cluster.scheduler.test_pages import PagesStage, ready, serving
+from tests.component.cluster.scheduler.conftest import Stage, inventory, node, pod, running, serving
+from tests.component.cluster.scheduler.test_pages import on_gpu, ready, waits
 from tests.component.kube.conftest import write_kubeconfig
 
 from .conftest import Ended, Gpumgr
@@ -31,8 +27,9 @@ class ProxyingApiServer:
     """Lists pods, and passes requests on to the scheduler as the real one does: without `Authorization`. `leader` and `standby`: which of
     the two pods run; `forbidden`: kinds of requests that are answered 403."""
 
-    def __init__(self, pages: PagesStage) -> None:
-        self.pages, self.forbidden, self.leader, self.standby, self.scheme = pages, set[str](), True, True, "http"
+    def __init__(self, stage: Stage, pages_url: str) -> None:
+        self.http, self.pages_url = stage.http, pages_url
+        self.forbidden, self.leader, self.standby, self.scheme = set[str](), True, True, "http"
         self.asked: list[str] = []
         self.url = ""
 
@@ -67,7 +64,7 @@ class ProxyingApiServer:
             return web.json_response({"message": "error trying to reach service: EOF"}, status=503)
         kept = {name: text for name, text in request.headers.items() if name.startswith("X-")}
         try:
-            async with self.pages.http.get(f"{self.pages.url}/api/why", params=request.query, headers=kept) as answer:
+            async with self.http.get(f"{self.pages_url}/api/why", params=request.query, headers=kept) as answer:
                 return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
         except ClientError as error:
             return web.json_response({"message": str(error)}, status=503)
@@ -91,11 +88,14 @@ async def api(
     async with ClusterApiServer("a") as sim:
         for name, count in (("a", 2), ("b", 4)):
             sim.put_node(ready(node(name, count, inventory(name, count))))
-        text = '{"version":1,"node":"b","containers":{"c0":[["GPU-b-3",60,4096]]}}'
-        sim.put_document(pod("there", ("app", 60, 16), on="b", annotations={"gpumgr.io/placement": text}))
-        async with serving(sim, tmp_path, "remote", **options) as pages:
-            await pages.waits(pod("one", ("app", 400, 0)), "0/2 nodes are available: 2 node(s) had untolerated taint(s).")
-            server = ProxyingApiServer(pages)
+        sim.put_document(on_gpu("there", "b", 3))
+        async with (
+            running(sim, tmp_path) as stage,
+            serving(stage, "remote", **options) as remote,
+            serving(stage, "loopback", **options) as local,
+        ):
+            await waits(stage, pod("one", ("app", 400, 0)), "0/2 nodes are available: 2 node(s) had untolerated taint(s).")
+            server = ProxyingApiServer(stage, remote)
             app = web.Application()
             app.router.add_get("/api/v1/pods", server.list_pods)
             app.router.add_get("/api/v1/namespaces/gpu/pods/{pod}/proxy/api/why", server.proxy)
@@ -103,14 +103,10 @@ async def api(
             async with TestServer(app, host="127.0.0.1") as at:
                 server.url = f"http://127.0.0.1:{at.port}"
                 write_kubeconfig(folder / "kubeconfig", server.url, token="kubernetes")
-                application = partial(application_of, pages.stage.pages.routes(), pages.watches, origin_of=lambda *_: "loopback")
-                local = PageServer(application, HttpSettings(port=0, **options))
-                await local.start()
                 (tmp_path / "bin").mkdir()
                 monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-                forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{local.address[1]} -> 1234'; exec sleep 60")
+                forwards(tmp_path, f"echo 'Forwarding from 127.0.0.1:{local.rpartition(':')[2]} -> 1234'; exec sleep 60")
                 yield server
-                await local.stop()
 
 
 Why = Callable[..., Awaitable[Ended]]

@@ -1,6 +1,5 @@
 """The controller in front of the simulated API server, with the objects of Dynamic Resource Allocation and clocks that the test moves."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
 from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
-from tests.component.cluster.scheduler.conftest import FAST, Clock, node
+from tests.component.cluster.scheduler.conftest import FAST, Clock, daemons, node
 
 Json = dict[str, Any]
 GATE = {"name": "gpumgr.io/quota"}
@@ -185,19 +184,9 @@ async def running(
         jitter=lambda: 0.5,
         period_seconds=0.01,
     )
-    tasks = [asyncio.create_task(each.run()) for each in (watches, controller, leadership) if each is not None]
-    try:
+    async with daemons(server, leadership, watches, controller):
         await until(lambda: watches.synced)
         yield Stage(dra, watches, controller, clock)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for task in tasks:
-            assert task.cancelled(), task.exception()
-        if leadership is not None:
-            await leadership.release()
-        await server.close()
 
 
 @pytest.fixture

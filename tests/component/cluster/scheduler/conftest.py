@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 from aiohttp import ClientSession
 from msgspec import UNSET
 
+from gpumgr.cluster.claims.controller import ClaimsController
 from gpumgr.cluster.core.index import ClusterIndex
-from gpumgr.cluster.core.quota import Quotas
+from gpumgr.cluster.core.node import NodeState
+from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.scheduler.extender import Extender
 from gpumgr.cluster.scheduler.leader import Leadership, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
-from gpumgr.cluster.scheduler.pages import ClusterPages
+from gpumgr.cluster.scheduler.objects import parse_node
+from gpumgr.cluster.scheduler.pages import ClusterPages, application_of, page_server
 from gpumgr.cluster.scheduler.server import make_application
 from gpumgr.cluster.scheduler.watches import ClusterWatches
 from gpumgr.kube.client import ApiServer
@@ -26,11 +30,14 @@ from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, Inv
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.placement.devices import score_matrix
 from gpumgr.placement.requests import ContainerKind
+from gpumgr.settings import Settings
 from gpumgr.settings.hami_resources import ReplicaResources
-from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.web.http_server import HttpServer
+from gpumgr.settings.schema import HttpSettings, SchedulerSettings
+from gpumgr.web.access import Origin
+from gpumgr.web.http_server import HttpServer, PageServer
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
+from tests.cluster_states import expect
 from tests.topologies import topology_from_matrix
 
 FAST = WatchTimes(pause_seconds=(0.005, 0.02), watch_seconds=(60, 60))
@@ -81,7 +88,7 @@ class Clock:
 
 @dataclass(kw_only=True)
 class Stage:
-    """`url` is that of the verbs."""
+    """`url` is that of the verbs, `pages_url` that of the pages."""
 
     sim: ClusterApiServer
     server: ApiServer
@@ -93,6 +100,7 @@ class Stage:
     leadership: Leadership | None
     pages: ClusterPages
     url: str
+    pages_url: str
     http: ClientSession
 
     async def post(self, verb: str, body: bytes | str) -> Any:
@@ -102,13 +110,28 @@ class Stage:
             assert answer.status == 200
             return await answer.json()
 
-    async def get(self, path: str) -> int:
-        async with self.http.get(f"{self.url}{path}") as answer:
-            return answer.status
+    async def ready(self) -> list[int]:
+        """The statuses of both probes."""
+        found = []
+        for url in (self.url, self.pages_url):
+            async with self.http.get(f"{url}/readyz") as answer:
+                found.append(answer.status)
+        return found
+
+    async def page(self, path: str) -> tuple[int, Any]:
+        """The status and the text or JSON of a page."""
+        async with self.http.get(f"{self.pages_url}{path}") as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if answer.content_type == "application/json" else text
 
     async def filter(self, item: Json, names: Sequence[str] = ("a", "b")) -> Json:
         answer: Json = await self.post("filter", json.dumps({"Pod": item, "Nodes": None, "NodeNames": list(names)}))
         return answer
+
+    async def filtered(self, item: Json, names: Sequence[str] = ("a", "b")) -> list[str]:
+        """The names of the nodes that `filter` has answered."""
+        found: list[str] = (await self.filter(item, names))["NodeNames"]
+        return found
 
     async def bind(self, item: Json, name: str) -> str:
         meta = item["metadata"]
@@ -120,26 +143,73 @@ class Stage:
         self.sim.put_document(item)
         return item
 
+    async def show(self, *items: Json) -> None:
+        """Creates or replaces the pods; the watch has shown them, and all changes of pods before."""
+        marker = pod("marker", ("app", 1, 1))
+        for each in (*items, marker):
+            self.sim.put_document(each)
+        await until(lambda: "uid-marker" in self.watches.pending)
+        self.sim.remove("uid-marker")
+        await until(lambda: "uid-marker" not in self.watches.pending)
+
+    async def end(self, name: str) -> None:
+        """Deletes the pod; the watch has shown that."""
+        self.sim.remove(f"uid-{name}")
+        await self.show()
+
+    async def show_nodes(self, *items: Json) -> None:
+        """Creates or replaces the nodes; the watch has shown them."""
+        for each in items:
+            self.sim.put_node(each)
+        nodes = [parse_node(each, self.watches._labels, self.watches._hami) for each in items]
+        await until(lambda: all(self.watches.nodes.get(each.state.name) == each for each in nodes))
+
     async def schedule(self, item: Json, names: Sequence[str] = ("a", "b")) -> str | None:
         """What kube-scheduler does with a pod: its node, None if it was rejected. The watch has shown the binding."""
         await self.create(item)
-        found = (await self.filter(item, names))["NodeNames"]
+        found = await self.filtered(item, names)
         if not found:
             return None
         assert await self.bind(item, found[0]) == ""
         uid = item["metadata"]["uid"]
         await until(lambda: self.index.placement(uid) is not None and uid not in self.index.assumed)
-        return str(found[0])
+        return found[0]
+
+    def limit(self, **limit: Any) -> None:
+        """The only limit of the pods' namespace."""
+        self.quotas.limits = {"team": NamespaceQuota(limits=(Limit(**limit),))}
+
+    def state(self, name: str) -> NodeState:
+        return expect(NodeState, self.index.node(name))
 
     def cores(self, name: str) -> list[int]:
         return [used.cores for used in self.index.used(name)]
 
 
 @asynccontextmanager
+async def daemons(
+    server: ApiServer, leadership: Leadership | None, *others: ClusterWatches | ClaimsController
+) -> AsyncIterator[None]:
+    """Runs them until the end of the block; then gives the Lease up and closes the connections."""
+    tasks = [asyncio.create_task(each.run()) for each in (*others, leadership) if each is not None]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            assert task.cancelled(), task.exception()
+        if leadership is not None:
+            await leadership.release()
+        await server.close()
+
+
+@asynccontextmanager
 async def running(
     sim: ClusterApiServer,
     folder: Path,
-    settings: SchedulerSettings,
+    settings: SchedulerSettings | None = None,
     *,
     replica: Replica | None = None,
     times: LeaseTimes | None = None,
@@ -148,7 +218,7 @@ async def running(
     watch_times: WatchTimes = FAST,
 ) -> AsyncIterator[Stage]:
     """With `replica` it takes part in the election of a leader."""
-    clock = clock or Clock()
+    clock, settings = clock or Clock(), settings or SchedulerSettings()
     server = await ApiServer.connect(sim.kubeconfig(folder / "kubeconfig"), clock=lambda: clock.now)
     watches = ClusterWatches(server, settings, hami=hami, watch_times=watch_times, clock=lambda: clock.now)
     leadership = Leadership(server, replica, watches.refresh, times=times, clock=lambda: clock.now) if replica else None
@@ -158,11 +228,12 @@ async def running(
         extender, max_request_mebibytes=settings.max_request_mebibytes, answered=pages.metrics.answered
     )
     listener = HttpServer(application, host="127.0.0.1", port=0)
-    await listener.start()
-    tasks = [asyncio.create_task(each.run()) for each in (watches, leadership) if each is not None]
-    async with ClientSession() as session:
-        url = f"http://127.0.0.1:{listener.address[1]}"
-        stage = Stage(
+    shown = page_server(pages.routes(), watches, Settings(http=HttpSettings(address="127.0.0.1")), 0)
+    async with daemons(server, leadership, watches), ClientSession() as session:
+        for each in (listener, shown):
+            await each.start()
+        await until(lambda: watches.synced)
+        yield Stage(
             sim=sim,
             server=server,
             extender=extender,
@@ -172,20 +243,22 @@ async def running(
             clock=clock,
             leadership=leadership,
             pages=pages,
-            url=url,
+            url=listener.url,
+            pages_url=shown.url,
             http=session,
         )
-        try:
-            await until(lambda: watches.synced)
-            yield stage
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            if leadership is not None:
-                await leadership.release()
-    await listener.stop()
-    await server.close()
+    for each in (listener, shown):
+        await each.stop()
+
+
+@asynccontextmanager
+async def serving(stage: Stage, origin: Origin, **options: Any) -> AsyncIterator[str]:
+    """The URL of its pages for clients of this origin. `options`: settings of the section http."""
+    application = partial(application_of, stage.pages.routes(), stage.watches, origin_of=lambda *_: origin)
+    server = PageServer(application, HttpSettings(port=0, **options))
+    await server.start()
+    yield server.url
+    await server.stop()
 
 
 @pytest.fixture
@@ -199,7 +272,7 @@ async def sim() -> AsyncIterator[ClusterApiServer]:
 
 @pytest.fixture
 async def stage(sim: ClusterApiServer, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with running(sim, tmp_path, SchedulerSettings()) as made:
+    async with running(sim, tmp_path) as made:
         yield made
 
 

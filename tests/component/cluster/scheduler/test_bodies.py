@@ -173,7 +173,7 @@ async def test_many_small_bodies_that_stay_do_not_cut_a_larger_one() -> None:
 
 
 async def test_a_body_that_is_cut_by_its_last_bytes_is_not_used() -> None:
-    bodies = Bodies(100, 150)
+    bodies = Bodies(100, 150, lambda: 0.0)  # of equal age
     first, second = Sender(bodies), Sender(bodies)
     await first.send(70)
     await second.send(90)

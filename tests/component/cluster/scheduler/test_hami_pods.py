@@ -231,7 +231,7 @@ async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Qu
     )
     quotas.objects.remove("uid-memory")
     await until(lambda: len(hami.quotas.limits["team"].limits) == 2)
-    assert (await hami.filter(hami_pod("two", {"gpu": 1, "gpumem": 1000})))["NodeNames"] == ["a"]
+    assert await hami.filtered(hami_pod("two", {"gpu": 1, "gpumem": 1000})) == ["a"]
 
 
 async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage, quotas: Quotas) -> None:

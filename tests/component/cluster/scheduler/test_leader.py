@@ -1,18 +1,14 @@
 """Two replicas with one Lease: who answers, which pod has the label, and what the new leader has read."""
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.scheduler.leader import LEADER_LABEL, Replica
 from gpumgr.cluster.scheduler.lease import LeaseTimes
-from gpumgr.settings.schema import SchedulerSettings
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
 
@@ -38,21 +34,21 @@ async def leased() -> AsyncIterator[tuple[ClusterApiServer, Leases]]:
 @asynccontextmanager
 async def replica(sim: ClusterApiServer, folder: Path, name: str, clock: Clock) -> AsyncIterator[Stage]:
     wanted = Replica(namespace="team", lease="gpumgr-scheduler", identity=name, pod=f"extender-{name}")
-    async with running(sim, folder, SchedulerSettings(), replica=wanted, times=TIMES, clock=clock) as stage:
+    async with running(sim, folder, replica=wanted, times=TIMES, clock=clock) as stage:
         yield stage
 
 
-async def status(stage: Stage, item: dict[str, object]) -> tuple[int, str | None]:
+async def status(stage: Stage) -> tuple[int, str | None]:
     """The status of a filter call, with the answer's Connection header."""
-    body = json.dumps({"Pod": item, "NodeNames": ["a"]})
-    async with aiohttp.ClientSession() as client, client.post(f"{stage.url}/scheduler/filter", data=body) as answer:
+    async with stage.http.post(f"{stage.url}/scheduler/filter", json={"Pod": pod("probe"), "NodeNames": ["a"]}) as answer:
         return answer.status, answer.headers.get("Connection")
 
 
 async def answers(stage: Stage) -> None:
-    async with asyncio.timeout(30):
-        while (await status(stage, pod("probe")))[0] != 200:  # noqa: ASYNC110 (an answer over HTTP)
-            await asyncio.sleep(0.01)
+    async def works() -> bool:
+        return (await status(stage))[0] == 200
+
+    await until(works)
 
 
 @pytest.mark.hami_bug("B39: every replica is ready")
@@ -62,8 +58,8 @@ async def test_one_replica_answers_and_both_are_ready(leased: tuple[ClusterApiSe
     async with replica(sim, tmp_path, "one", clock) as one:
         await answers(one)
         async with replica(sim, tmp_path, "two", clock) as two:
-            assert await status(two, pod("probe")) == (503, "close")
-            assert [await each.get("/readyz") for each in (one, two)] == [200] * 2
+            assert await status(two) == (503, "close")
+            assert [await each.ready() for each in (one, two)] == [[200, 200]] * 2
             assert leases.holder == "one"
             await until(lambda: leases.labelled(LEADER_LABEL) == ["extender-one"])
         assert leases.holder == "one", "only a leader gives the Lease up"
@@ -95,12 +91,12 @@ async def test_a_leader_without_the_api_server_stops_before_another_one_leads(
         for each in (clock, other):
             each.now += 4.1
         item = await leader.create(pod("late", ("app", 60, 16)))
-        assert (await leader.filter(item))["NodeNames"] == ["a"]
+        assert await leader.filtered(item) == ["a"]
         assert "Lease" in await leader.bind(item, "a"), "the binding might last longer than the Lease"
         for each in (clock, other):
             each.now += 3
-        assert await status(leader, pod("probe")) == (503, "close")
-        assert await status(follower, pod("probe")) == (503, "close")
+        assert await status(leader) == (503, "close")
+        assert await status(follower) == (503, "close")
         assert "bind" not in sim.requests
 
 
@@ -117,7 +113,7 @@ async def test_a_dead_leader_is_replaced_and_its_label_removed(leased: tuple[Clu
     async with replica(sim, tmp_path, "two", clock) as two:
         lists = sim.requests.count("list")
         clock.now += 9
-        assert await status(two, pod("probe")) == (503, "close")
+        assert await status(two) == (503, "close")
         await until(lambda: two.leadership is not None and two.leadership._candidate.seen is not None)
         clock.now += 10
         await answers(two)
@@ -148,7 +144,7 @@ async def test_a_replica_without_rights_says_so_and_does_not_answer(
         leases.lost = True
         async with replica(sim, tmp_path, "one", Clock()) as one:
             await until(lambda: any(line["event"] == "leader_election_retries" for line in logs))
-            assert await status(one, pod("probe")) == (503, "close")
+            assert await status(one) == (503, "close")
             leases.lost = False
             await answers(one)
 
@@ -166,5 +162,5 @@ async def test_a_leader_that_loses_the_lease_stops_and_removes_its_label(
             "spec": {**leases.document["spec"], "holderIdentity": "other"},
         }
         await until(lambda: leases.labelled(LEADER_LABEL) == [])
-        assert await status(one, pod("probe")) == (503, "close")
+        assert await status(one) == (503, "close")
     assert leases.holder == "other"

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota
+from gpumgr.cluster.core.request import PlacedPod
 from gpumgr.cluster.core.victims import Eviction, find_eviction
 from gpumgr.cluster.scheduler import preemption
 from gpumgr.placement.requests import ContainerKind
 from tests.background import until
+from tests.cluster_states import expect
 
 from .conftest import Json, Stage, pod
 
@@ -55,14 +56,14 @@ async def full(stage: Stage, cores: int = 100, priority: int = 0) -> None:
 async def test_the_victims_of_one_node_are_answered_and_their_gpu_is_kept(stage: Stage) -> None:
     await full(stage)
     item = await stage.create(important("vip"))
-    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    assert await stage.filtered(item, ["a"]) == []
     assert await preempt(stage, item, {"a": ["low-0"]}) == {"a": ["uid-low-0"]}
     assert sorted(stage.cores("a")) == [100, 200], "kept beyond what is free"
-    stage.sim.remove("uid-low-0")
-    await until(lambda: stage.cores("a") == [100, 100])
-    assert (await stage.filter(important("equal"), ["a"]))["NodeNames"] == []
+    await stage.end("low-0")
+    assert stage.cores("a") == [100, 100]
+    assert await stage.filtered(important("equal"), ["a"]) == []
     nominated = await stage.create(important("vip", nominated="a"))
-    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.filtered(nominated, ["a"]) == ["a"]
     assert await stage.bind(nominated, "a") == ""
     await until(lambda: "uid-vip" not in stage.index.assumed)
     assert stage.cores("a") == [100, 100]
@@ -84,16 +85,16 @@ async def test_a_nominated_pod_is_tried_again_when_its_victims_have_ended(stage:
     await stage.filter(item := await stage.create(important("vip")), ["a"])
     assert await preempt(stage, item, {"a": ["low-0"]})
     nominated = await stage.create(important("vip", nominated="a"))
-    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == []
+    assert await stage.filtered(nominated, ["a"]) == []
     stage.clock.now += 2
     assert await stage.extender.retryable() is None
-    stage.sim.remove("uid-low-0")
-    await until(lambda: stage.cores("a") == [100, 100])
+    await stage.end("low-0")
+    assert stage.cores("a") == [100, 100]
     found = await stage.extender.retryable()
     assert found is not None
     assert found.name == "vip"
     assert await stage.extender.retryable() is None, "kube-scheduler has a second to try it"
-    assert (await stage.filter(nominated, ["a"]))["NodeNames"] == ["a"]
+    assert await stage.filtered(nominated, ["a"]) == ["a"]
 
 
 @pytest.mark.parametrize("reason", ["quota", "own filters"])
@@ -102,20 +103,19 @@ async def test_the_pause_grows_while_filter_rejects_a_pod_whose_kept_gpus_are_fr
     await full(stage)
     await stage.filter(item := await stage.create(important("vip")), ["a"])
     assert await preempt(stage, item, {"a": ["low-0"]})
-    nominated = await stage.create(important("vip", nominated="a"))
-    await until(lambda: "uid-vip" in stage.watches.nominated)
-    stage.sim.remove("uid-low-0")
-    await until(lambda: stage.cores("a") == [100, 100])
+    await stage.show(nominated := important("vip", nominated="a"))
+    await stage.end("low-0")
+    assert stage.cores("a") == [100, 100]
     assert await stage.schedule(important("b", ("app", 400, 0)), ["b"]) == "b"
     if reason == "quota":
-        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=100),))}
+        stage.limit(cores=100)
     offered, times = ["a"] if reason == "quota" else ["b"], []
-    assert (await stage.filter(nominated, offered))["NodeNames"] == []
+    assert await stage.filtered(nominated, offered) == []
     for tenth in range(10, 1300):
         stage.clock.now = tenth / 10
         if await stage.extender.retryable() is not None:
             times.append(stage.clock.now)
-            assert (await stage.filter(nominated, offered))["NodeNames"] == []
+            assert await stage.filtered(nominated, offered) == []
     assert times == [1, 3, 7, 15, 31, 63, 127]
 
 
@@ -125,10 +125,10 @@ async def test_victims_are_chosen_on_the_gpu_and_on_nodes_that_only_filter_rejec
     for number in range(4):
         assert await stage.schedule(important(f"b-{number}", priority=5), ["b"]) == "b"
     item = await stage.create(important("vip", ("app", 50, 4)))
-    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
+    assert await stage.filtered(item, ["a"]) == []
     ((name, victims),) = (await preempt(stage, item, {"b": ["b-1"]})).items()
     assert (name, len(victims)) == ("a", 1), "its pods have the lowest priority"
-    assert (await stage.filter(item, ["b"]))["NodeNames"] == []
+    assert await stage.filtered(item, ["b"]) == []
     assert await preempt(stage, item, {"b": ["b-1"]}) == {"b": ["uid-b-1"]}, "node a was offered for the attempt before"
 
 
@@ -140,19 +140,15 @@ async def test_without_node_cache_whole_pods_are_proposed(stage: Stage) -> None:
     assert answer == {"NodeNameToMetaVictims": {"a": {"Pods": [{"UID": "uid-low-1"}], "NumPDBViolations": 3}}}
 
 
-def _cordoned(node: NodeState) -> NodeState:
-    return replace(node, gpus=(replace(node.gpus[0], cordoned=True), node.gpus[1]))
+def cordoned(node: NodeState, gpu: int = 0) -> NodeState:
+    return replace(node, gpus=tuple(replace(each, cordoned=place == gpu) for place, each in enumerate(node.gpus)))
 
 
-def _unhealthy(node: NodeState) -> NodeState:
-    return replace(node, gpus=(replace(node.gpus[0], healthy=False), node.gpus[1]))
-
-
-def _reordered(node: NodeState) -> NodeState:
+def reordered(node: NodeState) -> NodeState:
     return replace(node, gpus=node.gpus[::-1])
 
 
-def _without_gpus(node: NodeState) -> NodeState:
+def without_gpus(node: NodeState) -> NodeState:
     return NodeState(name=node.name)
 
 
@@ -181,17 +177,15 @@ async def examinations(monkeypatch: pytest.MonkeyPatch) -> Examinations:
     return made
 
 
-@pytest.mark.parametrize("change", [None, _cordoned, _unhealthy, _reordered, _without_gpus])
+@pytest.mark.parametrize("change", [None, cordoned, reordered, without_gpus])
 async def test_the_loop_serves_others_meanwhile_and_a_node_that_changes_is_not_taken(
     stage: Stage, examinations: Examinations, change: Callable[[NodeState], NodeState] | None
 ) -> None:
     """A large node takes a second. `change` None: one of its pods ends."""
     await full(stage)
     item = await stage.create(important("vip"))
-    assert (await stage.filter(item, ["a"]))["NodeNames"] == []
-    before, placed = stage.index.node("a"), stage.index.placement("uid-low-1")
-    assert before is not None
-    assert placed is not None
+    assert await stage.filtered(item, ["a"]) == []
+    before, placed = stage.state("a"), expect(PlacedPod, stage.index.placement("uid-low-1"))
     examinations.changes.append(
         partial(stage.index.remove, placed.uid) if change is None else partial(stage.index.set_node, change(before))
     )
@@ -228,10 +222,9 @@ async def test_kept_gpus_are_there_for_a_pod_of_higher_priority(stage: Stage) ->
     await full(stage)
     await stage.filter(item := important("vip"), ["a"])
     (victim,) = (await preempt(stage, item, {"a": ["low-0"]}))["a"]
-    stage.sim.remove(victim)
-    await until(lambda: stage.cores("a") == [100, 100])
-    assert (await stage.filter(important("lower", priority=9), ["a"]))["NodeNames"] == []
-    assert (await stage.filter(important("higher", priority=11), ["a"]))["NodeNames"] == ["a"]
+    await stage.end(victim.removeprefix("uid-"))
+    assert await stage.filtered(important("lower", priority=9), ["a"]) == []
+    assert await stage.filtered(important("higher", priority=11), ["a"]) == ["a"]
     assert stage.cores("a") == [100, 100]
     assert stage.index.placement("uid-vip") is None
 
@@ -239,14 +232,12 @@ async def test_kept_gpus_are_there_for_a_pod_of_higher_priority(stage: Stage) ->
 async def test_with_several_candidates_a_pod_of_higher_priority_is_bound_to_kept_gpus(soft: Stage) -> None:
     """Filter assumes nothing, so bind chooses the GPUs."""
     await full(soft)
-    await soft.create(important("vip", ("app", 50, 4), nominated="a"))
-    await until(lambda: bool(soft.watches.nominated))
-    soft.sim.remove("uid-low-0")
-    await until(lambda: sum(soft.cores("a")) == 100)
+    await soft.show(important("vip", ("app", 50, 4), nominated="a"))
+    await soft.end("low-0")
     equal, higher = important("equal"), await soft.create(important("higher", priority=11))
-    assert (await soft.filter(equal, ["a"]))["NodeNames"] == []
+    assert await soft.filtered(equal, ["a"]) == []
     assert "no entirely free GPU" in await soft.bind(await soft.create(equal), "a")
-    assert (await soft.filter(higher, ["a"]))["NodeNames"] == ["a"]
+    assert await soft.filtered(higher, ["a"]) == ["a"]
     assert await soft.bind(higher, "a") == ""
     assert soft.cores("a") == [100, 100]
     assert soft.index.placement("uid-vip") is None
@@ -266,23 +257,19 @@ async def test_kept_gpus_end_with_the_nomination_the_pod_or_their_time(stage: St
         placed = stage.index.placement("uid-vip")
         return placed.node if placed is not None else None
 
-    async def nominate(name: str | None) -> None:
-        await stage.create(important("vip", nominated=name))
-        await until(lambda: getattr(stage.watches.nominated.get("uid-vip"), "nominated", None) == name)
-
     assert await kept_on(59) == "a"
     if end == "unused":
         assert await kept_on(1) is None, "kube-scheduler has not taken the node"
         return
-    await nominate("a")
+    await stage.show(important("vip", nominated="a"))
     assert [await kept_on(seconds) for seconds in (0, 299)] == ["a", "a"]
     if end == "late":
         assert await kept_on(1) is None
     elif end == "deleted":
-        stage.sim.remove("uid-vip")
-        await until(lambda: stage.index.placement("uid-vip") is None)
+        await stage.end("vip")
+        assert stage.index.placement("uid-vip") is None
     else:
-        await nominate("b" if end == "moved" else None)
+        await stage.show(important("vip", nominated="b" if end == "moved" else None))
         assert await kept_on(0) == ("b" if end == "moved" else None)
 
 
@@ -292,11 +279,8 @@ async def test_a_restart_keeps_the_gpus_of_nominated_pods(stage: Stage) -> None:
     ending = important("low-0", ("app", 100, 4))
     ending["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z", annotations=dict(stage.sim.annotations("uid-low-0")))
     ending["spec"]["nodeName"] = "a"
-    await stage.create(ending)
-    await stage.create(important("vip", nominated="a"))
-    await stage.create(important("free", nominated="b"))
-    await until(lambda: len(stage.watches.nominated) == 2 and bool(stage.watches.ending))
-    assert (await stage.filter(important("equal", ("app", 400, 0)), ["a", "b"]))["NodeNames"] == []
+    await stage.show(ending, important("vip", nominated="a"), important("free", nominated="b"))
+    assert await stage.filtered(important("equal", ("app", 400, 0)), ["a", "b"]) == []
     assert sorted(stage.cores("a")) == [100, 200]
     assert sum(stage.cores("b")) == 100
 
@@ -306,10 +290,8 @@ async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined
     stage: Stage, examinations: Examinations, verb: str
 ) -> None:
     """A hundred pods with a nominated node take two seconds. Each verb waits for them, and they are examined once."""
-    probe = await stage.create(important("probe", priority=0))
-    for number, name in enumerate("bbba"):
-        await stage.create(important(f"vip-{number}", nominated=name))
-    await until(lambda: len(stage.watches.nominated) == 4 and "uid-probe" in stage.watches.pending)
+    probe = important("probe", priority=0)
+    await stage.show(probe, *(important(f"vip-{number}", nominated=name) for number, name in enumerate("bbba")))
     called = {
         "filter": lambda: stage.filter(probe, ["b"]),
         "bind": lambda: stage.bind(probe, "b"),
@@ -324,18 +306,15 @@ async def test_the_loop_serves_others_while_nodes_of_nominated_pods_are_examined
 async def test_gpus_are_not_kept_as_they_were_found_if_the_node_or_the_nomination_changes_meanwhile(
     stage: Stage, examinations: Examinations
 ) -> None:
-    before = stage.index.node("a")
-    assert before is not None
-    stage.index.set_node(replace(before, gpus=(before.gpus[0], replace(before.gpus[1], cordoned=True))))
-    examinations.changes += [partial(stage.index.set_node, change(before)) for change in (_reordered, _cordoned)]
-    await stage.create(important("vip", nominated="a"))
-    await until(lambda: bool(stage.watches.nominated))
+    before = stage.state("a")
+    stage.index.set_node(cordoned(before, 1))
+    examinations.changes += [partial(stage.index.set_node, change(before)) for change in (reordered, cordoned)]
+    await stage.show(important("vip", nominated="a"))
     for kept in (False, False, True):
         await stage.extender.retryable()
         assert ("uid-vip" in stage.index.assumed) == kept
     examinations.changes.append(lambda: stage.watches.nominated.pop("uid-moved"))
-    await stage.create(important("moved", nominated="b"))
-    await until(lambda: "uid-moved" in stage.watches.nominated)
+    await stage.show(important("moved", nominated="b"))
     await stage.extender.retryable()
     assert stage.index.placement("uid-moved") is None
 
@@ -346,7 +325,7 @@ async def test_a_pod_over_its_quota_evicts_pods_of_its_namespace_alone(stage: St
     other["metadata"]["namespace"] = "free"
     other["spec"]["priority"] = 0
     await stage.schedule(other, ["b"])
-    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
+    stage.limit(cores=200)
     item = important("vip", ("app", 50, 4))
     await stage.filter(item, ["a", "b"])
     ((name, victims),) = (await preempt(stage, item, {"b": ["other"]})).items()
@@ -361,7 +340,7 @@ async def test_a_pod_over_its_quota_evicts_no_pod_of_another_namespace_beside_it
         item = important(name, ("app", cores, 0), priority=0)
         item["metadata"]["namespace"] = namespace
         assert await stage.schedule(item, ["a"]) == "a"
-    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
+    stage.limit(cores=200)
     both = important("both", ("app", 200, 0))
     await stage.filter(both, ["a"])
     assert await preempt(stage, both, {"a": ["own", "other"]}) == {}

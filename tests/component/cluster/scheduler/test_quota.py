@@ -5,6 +5,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -21,8 +22,7 @@ from gpumgr.cluster.scheduler.reasons import WaitingReasons
 from gpumgr.common import aio
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu
-from gpumgr.settings.schema import SchedulerSettings
-from tests.background import until
+from tests.background import loop_turns, until
 from tests.cluster_api import ClusterApiServer
 
 from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
@@ -54,6 +54,13 @@ async def labels(sim: ClusterApiServer) -> None:
         sim.put_node(item)
 
 
+async def reason(stage: Stage, name: str) -> tuple[str | None, str]:
+    """Why the page says that the pod waits."""
+    rows = NodeRows(stage.watches)
+    await rows.refresh()
+    return await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending[f"uid-{name}"], {})
+
+
 def rejection(answer: Json) -> str:
     assert (answer["NodeNames"], answer["Error"]) == ([], "")
     ((_, text),) = answer["FailedAndUnresolvableNodes"].items()
@@ -70,9 +77,8 @@ async def test_gpu_admissions_quota_limits_the_nodes_and_the_amount(stage: Stage
     assert "namespace team has no quota for model V100; its models: A100" in rejection(
         await stage.filter(pod("two", ("app", 60, 4)))
     )
-    stage.sim.remove("uid-before")
-    await until(lambda: sum(stage.cores("a")) == 60)
-    assert (await stage.filter(pod("two", ("app", 60, 4))))["NodeNames"] == ["a"]
+    await stage.end("before")
+    assert await stage.filtered(pod("two", ("app", 60, 4))) == ["a"]
 
 
 async def test_a_burst_does_not_pass_the_quota(stage: Stage) -> None:
@@ -97,8 +103,7 @@ async def test_filter_and_bind_know_the_gpus_that_the_quota_allows(stage: Stage)
     gpus = tuple(
         InventoryGpu(uuid=f"GPU-mixed-{place}", model=model, memory=16384) for place, model in enumerate(("A100", "V100"))
     )
-    stage.sim.put_node(node("mixed", 2, inventory("mixed", 2, gpus=gpus)))
-    await until(lambda: stage.index.node("mixed") is not None)
+    await stage.show_nodes(node("mixed", 2, inventory("mixed", 2, gpus=gpus)))
     await change(stage, configmap(**{"quota.yaml": "team: [{cores: 0, model: A100}, {cores: 100, model: V100}]"}))
     assert await stage.schedule(pod("filtered", ("app", 50, 4)), ["mixed"]) == "mixed"
     item = await stage.create(pod("never-filtered", ("app", 50, 4)))
@@ -119,7 +124,7 @@ async def test_the_configmap_is_parsed_on_a_thread(
 
     monkeypatch.setattr(watches, "parse_quotas", noted)
     sim.put_configmap(admission(100))
-    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+    async with running(sim, tmp_path) as stage:
         assert "team" in stage.quotas.limits, "synced includes the quotas"
     assert threads
     assert threading.get_ident() not in threads
@@ -139,7 +144,7 @@ async def test_the_last_quotas_that_could_be_read_stay(stage: Stage, capfd: pyte
     assert rejection(await stage.filter(pod("one", ("app", 200, 0)), ["a"])).endswith("0 of 100 cores on A100; the pod needs 200")
     stage.sim.remove_configmap(UID)
     await until(lambda: not stage.quotas.limits)
-    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert await stage.filtered(pod("one", ("app", 200, 0)), ["a"]) == ["a"]
 
 
 @pytest.mark.parametrize("asked", ["filter", "retry", "page"])
@@ -156,59 +161,35 @@ async def test_nodes_with_different_gpus_are_examined_in_slices(
         stage.index.set_node(state)
         stage.watches.nodes[name] = WatchedNode(uid=name, state=state)
     stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=40, model="A100"),), labels=frozenset([""]))}
-    item = await stage.create(pod("one", ("app", 30, 4), ("app", 30, 4)))
-    await until(lambda: "uid-one" in stage.watches.pending)
+    await stage.show(item := pod("one", ("app", 30, 4), ("app", 30, 4)))
     if asked == "retry":
-        assert (await stage.filter(item, names))["NodeNames"] == []
+        assert await stage.filtered(item, names) == []
         stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=41, model="A100"),), labels=frozenset([""]))}
         for profile in stage.index.profiles.there(stage.index.profiles.all, idle=False):
             profile.choices.clear()  # as after many other requests
         stage.clock.now += 2
-    turns, choices, ended = 0, list[int](), asyncio.Event()
+    choices = list[int]()
 
-    def counted(*arguments: Any, **more: Any) -> Any:
-        choices.append(turns)
-        return choose(*arguments, **more)
-
-    async def turn() -> None:
-        nonlocal turns
-        while not ended.is_set():
-            turns += 1
-            await asyncio.sleep(0)
+    def counted(*arguments: Any) -> Any:
+        choices.append(turns())
+        return choose(*arguments)
 
     monkeypatch.setattr(node_search, "choose", counted)
-    counting = asyncio.create_task(turn())
-    if asked == "filter":
-        assert (await stage.filter(item, names))["NodeNames"] == []
-    elif asked == "retry":
-        assert await stage.extender.retryable() is None
-    else:
-        rows = NodeRows(stage.watches)
-        await rows.refresh()
-        found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"], {})
-        assert found[0] == "quota"
-    ended.set()
-    await counting
+    async with loop_turns() as turns:
+        if asked == "filter":
+            assert await stage.filtered(item, names) == []
+        elif asked == "retry":
+            assert await stage.extender.retryable() is None
+        else:
+            assert (await reason(stage, "one"))[0] == "quota"
     assert len(choices) >= 60
     assert len(choices) == len(set(choices)), "each choice is a step of its own"
 
 
 async def test_the_first_node_that_fits_shows_that_the_quota_allows_a_pod(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of pods may wait although GPUs are free: for CPU, for example."""
-    for number in range(2, 22):
-        stage.sim.put_node(node(f"n{number}", number, inventory(f"n{number}", number)))
-    stage.sim.put_document(pod("one", ("app", 40, 8), ("app", 30, 8)))
-    await until(lambda: "uid-one" in stage.watches.pending and stage.index.node("n21") is not None)
-    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=10_000),))}
-    choices = 0
-
-    def counted(*arguments: Any, **more: Any) -> Any:
-        nonlocal choices
-        choices += 1
-        return choose(*arguments, **more)
-
-    monkeypatch.setattr(node_search, "choose", counted)
-    rows = NodeRows(stage.watches)
-    await rows.refresh()
-    found = await WaitingReasons(stage.watches, rows, "binpack").kind(stage.watches.pending["uid-one"], {})
-    assert (found, choices) == (("elsewhere", ""), 2)
+    await stage.show_nodes(*(node(f"n{number}", number, inventory(f"n{number}", number)) for number in range(2, 22)))
+    await stage.show(pod("one", ("app", 40, 8), ("app", 30, 8)))
+    stage.limit(cores=10_000)
+    monkeypatch.setattr(node_search, "choose", counted := Mock(side_effect=choose))
+    assert (await reason(stage, "one"), counted.call_count) == (("elsewhere", ""), 2)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Largest, Question
-from gpumgr.cluster.core.quota import Limit, NamespaceQuota
 from gpumgr.cluster.core.request import PodRequest
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 from gpumgr.common import aio
-from tests.background import until
+from tests.background import background, loop_turns, until
+from tests.cluster_states import outgrow
 
 from .conftest import Stage, inventory, node, pod
 
@@ -35,11 +35,6 @@ async def fitting(stage: Stage) -> str | None:
     return found.name if found is not None else None
 
 
-async def end(stage: Stage, name: str) -> None:
-    stage.sim.remove(f"uid-{name}")
-    await until(lambda: stage.index.placement(f"uid-{name}") is None)
-
-
 @pytest.fixture
 async def full(stage: Stage) -> Stage:
     """Two pods fill node a."""
@@ -50,7 +45,7 @@ async def full(stage: Stage) -> Stage:
 
 async def test_kube_scheduler_has_a_second_to_try_the_pod_itself_and_twice_as_long_each_time(full: Stage) -> None:
     await waits(full, "waiting")
-    await end(full, "first")
+    await full.end("first")
     times = []
     for tenth in range(1300):
         full.clock.now = tenth / 10
@@ -62,11 +57,10 @@ async def test_kube_scheduler_has_a_second_to_try_the_pod_itself_and_twice_as_lo
 async def test_a_pod_that_has_gpus_or_has_gone_is_not_tried(full: Stage) -> None:
     for name in ("taken", "gone"):
         await waits(full, name)
-    await end(full, "first")
-    await end(full, "second")
-    assert (await full.filter(pod("taken", ("app", 100, 0)), ["a"]))["NodeNames"] == ["a"]
-    full.sim.remove("uid-gone")
-    await until(lambda: "uid-gone" not in full.watches.pending)
+    await full.end("first")
+    await full.end("second")
+    assert await full.filtered(pod("taken", ("app", 100, 0)), ["a"]) == ["a"]
+    await full.end("gone")
     full.clock.now = 10
     assert await fitting(full) is None
 
@@ -76,7 +70,7 @@ async def test_the_pod_of_the_highest_priority_that_fits_is_tried(full: Stage) -
         item = pod(name, ("app", cores, 0))
         item["spec"]["priority"] = priority
         assert await full.schedule(item, ["a"]) is None
-    await end(full, "first")
+    await full.end("first")
     await until(lambda: len(full.watches.pending) == 3)
     full.clock.now = 2
     assert [await fitting(full), await fitting(full), await fitting(full)] == ["high", "low", None]
@@ -85,8 +79,7 @@ async def test_the_pod_of_the_highest_priority_that_fits_is_tried(full: Stage) -
 async def test_only_the_nodes_that_were_offered_count(full: Stage) -> None:
     """Node b has free GPUs, and kube-scheduler's own filters have excluded it."""
     await waits(full, "waiting")
-    full.sim.put_document(pod("other", ("app", 100, 0), on="b"))
-    await until(lambda: full.index.placement("uid-other") is not None)
+    await full.show(pod("other", ("app", 100, 0), on="b"))
     full.clock.now = 10
     assert await fitting(full) is None
 
@@ -96,34 +89,29 @@ async def test_a_node_that_comes_or_is_made_anew_after_it_was_offered_is_a_reaso
     """kube-scheduler's watch may show a node first. And a pod that was rejected for it may fit on the node that replaces it."""
     new = node("new", 1, inventory("new", 1))
     if known:
-        full.sim.put_node(new)
-        await until(lambda: bool(full.index.node("new")))
+        await full.show_nodes(new)
         assert await full.schedule(pod("third", ("app", 100, 0)), ["new"]) == "new"
     assert await full.schedule(pod("waiting", ("app", 100, 0)), ["a", "new"]) is None
     if known:
-        await end(full, "third")
+        await full.end("third")
         full.sim.remove_node("uid-new")
         await until(lambda: full.index.node("new") is None)
     full.clock.now = 10
     assert await fitting(full) is None
-    full.sim.put_node(new)
-    await until(lambda: bool(full.index.node("new")))
+    await full.show_nodes(new)
     assert await fitting(full) == "waiting"
 
 
 @pytest.mark.parametrize("names", [(), ("not-seen-yet",)])
 async def test_a_higher_quota_and_an_assumption_that_ends_are_reasons(stage: Stage, names: tuple[str, ...]) -> None:
-    def limit(cores: int) -> None:
-        stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=cores),))}
-
-    limit(100)
-    assert (await stage.filter(pod("assumed", ("app", 100, 0)), ["a"]))["NodeNames"] == ["a"]
+    stage.limit(cores=100)
+    assert await stage.filtered(pod("assumed", ("app", 100, 0)), ["a"]) == ["a"]
     await waits(stage, "waiting", 100, *names)
     stage.clock.now = 10
     assert await fitting(stage) is None
-    limit(200)
+    stage.limit(cores=200)
     assert await fitting(stage) == "waiting"
-    limit(100)
+    stage.limit(cores=100)
     await waits(stage, "waiting", 100, *names)
     stage.clock.now = 1000
     await stage.extender.look_up_assumed()
@@ -142,13 +130,11 @@ async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whateve
         item = pod(f"large-{number:02d}", ("app", 200, number)) if number < 69 else pod("small", ("app", 100, 0))
         assert await full.schedule(item, Random(number).sample(names, len(names))) is None
     await until(lambda: len(full.watches.pending) == 70)
-    await end(full, "first")
+    await full.end("first")
     looks = 70 if look_seconds < 0 else 1
     for look in range(looks):
         full.clock.now = 10 + look
-        state = full.index.node("a")
-        assert state is not None
-        full.index.set_node(replace(state, pool=f"pool-{look}"))
+        full.index.set_node(replace(full.state("a"), pool=f"pool-{look}"))
         if await fitting(full) == "small":
             return
     pytest.fail(f"not found in {looks} looks")
@@ -157,29 +143,24 @@ async def test_every_waiting_pod_is_looked_at_however_many_there_are_and_whateve
 async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """That happens after many nodes were removed. What had changed before is known by the earlier numbers."""
     monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
-    removed = [f"gone-{number}" for number in range(1100)]
-    for name in removed:
-        full.index.set_node(NodeState(name=name))
-    full.sim.put_node(node("x", 1, inventory("x", 1)))
-    await until(lambda: full.index.node("x") is not None)
+    outgrow(full.index)  # x gets a high number
+    await full.show_nodes(node("x", 1, inventory("x", 1)))
     assert await full.schedule(pod("third", ("app", 100, 0)), ["x"]) == "x"
     await waits(full, "early", cores=200)
     assert await full.schedule(pod("late", ("app", 100, 0)), ["x"]) is None
     await until(lambda: len(full.watches.pending) == 2)
     full.clock.now = 10
     assert await fitting(full) is None
-    await end(full, "third")
+    await full.end("third")
 
-    async def remove() -> None:
+    async def renumber() -> None:
         before = full.index.numbering
-        for name in removed:
-            full.index.remove_node(name)
         list(full.index.compacting())
         assert full.index.numbering != before
 
-    removing = asyncio.create_task(remove())  # it runs at the first pause of the look
+    renumbering = asyncio.create_task(renumber())  # it runs at the first pause of the look
     looks = [await fitting(full), await fitting(full)]
-    await removing
+    await renumbering
     assert "late" in looks
 
 
@@ -205,7 +186,7 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
     await until(lambda: len(full.watches.pending) == 31)
     full.clock.now = 10
     assert await fitting(full) is None
-    await end(full, "first")
+    await full.end("first")
     monkeypatch.setattr(Question, "fits", counted)
     monkeypatch.setattr(Largest, "on", counted_nodes)
     assert await fitting(full) == "small"
@@ -217,33 +198,26 @@ async def test_a_look_after_many_changes_does_not_hold_the_event_loop(full: Stag
     monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
     for number in range(50):
         full.index.set_node(NodeState(name=f"new-{number}"))
-    turns, looking = 0, asyncio.create_task(fitting(full))
-    while not looking.done():
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 50
+    async with loop_turns() as turns:
+        await fitting(full)
+    assert turns() > 50
 
 
 async def test_a_namespace_that_may_have_more_is_looked_at_on_nodes_without_a_change(stage: Stage) -> None:
-    stage.quotas.limits = {"team": NamespaceQuota(limits=(Limit(cores=200),))}
+    stage.limit(cores=200)
     assert await stage.schedule(pod("first", ("app", 200, 0)), ["b"]) == "b"
     await waits(stage, "waiting")
     stage.clock.now = 10
     assert await fitting(stage) is None
-    await end(stage, "first")
+    await stage.end("first")
     assert await fitting(stage) == "waiting"
 
 
 @asynccontextmanager
 async def retrying(stage: Stage) -> AsyncIterator[None]:
     stage.sim.put_document(pod("extender", on="a"))
-    task = asyncio.create_task(retry_waiting_pods(stage.server, stage.extender.retryable, OWN, period_seconds=0.005))
-    try:
+    async with background(retry_waiting_pods(stage.server, stage.extender.retryable, OWN, period_seconds=0.005)):
         yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 def retried(stage: Stage) -> str | None:
@@ -253,7 +227,7 @@ def retried(stage: Stage) -> str | None:
 async def test_the_leader_updates_its_own_pod(full: Stage) -> None:
     async with retrying(full):
         await waits(full, "waiting")
-        await end(full, "first")
+        await full.end("first")
         full.clock.now = 10
         await until(lambda: retried(full) is not None)
 
@@ -261,7 +235,7 @@ async def test_the_leader_updates_its_own_pod(full: Stage) -> None:
 async def test_an_update_that_is_refused_is_logged_once_and_tried_again(full: Stage) -> None:
     full.sim.forbidden.add(("patch", "pods"))
     await waits(full, "waiting")
-    await end(full, "first")
+    await full.end("first")
     with capture_logs() as logs:
         async with retrying(full):
             for now in (10, 20, 30):

@@ -16,9 +16,9 @@ from gpumgr.cluster.scheduler.objects import WatchedPod, parse_watched_pod
 from gpumgr.cluster.scheduler.wire import FilterArgs
 from gpumgr.common import aio
 from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, PLACEMENT_ANNOTATION, Share, decode_placement
-from gpumgr.settings.schema import SchedulerSettings
-from tests.background import until
+from tests.background import loop_turns, until
 from tests.cluster_api import ClusterApiServer
+from tests.cluster_states import outgrow
 
 from .conftest import GPU_MEBIBYTES, Json, Stage, inventory, node, pod, running
 
@@ -63,16 +63,16 @@ async def test_whole_nodes_are_answered_to_whole_nodes(stage: Stage) -> None:
 
 
 async def test_what_is_assumed_is_not_given_twice_until_it_ends(stage: Stage) -> None:
-    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert await stage.filtered(pod("one", ("app", 200, 0)), ["a"]) == ["a"]
     refused = await stage.filter(pod("two", ("app", 200, 0)), ["a"])
     assert refused["NodeNames"] == []
     assert refused["FailedAndUnresolvableNodes"] == {"a": "has fewer than 2 entirely free GPUs (0 free)"}
-    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"], "the pod's own next filter replaces it"
+    assert await stage.filtered(pod("one", ("app", 200, 0)), ["a"]) == ["a"], "the pod's own next filter replaces it"
     for seconds in (59, 1):
         stage.clock.now += seconds
-        assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == []
+        assert await stage.filtered(pod("two", ("app", 200, 0)), ["a"]) == []
         await stage.extender.look_up_assumed()
-    assert (await stage.filter(pod("two", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    assert await stage.filtered(pod("two", ("app", 200, 0)), ["a"]) == ["a"]
     assert stage.watches.pending == {}, "these pods have ended: the watch has not shown them"
 
 
@@ -107,19 +107,18 @@ async def test_a_rejection_has_one_text_with_all_counts(stage: Stage, cores: int
 )
 async def test_a_pod_chooses_its_policy_and_its_gpus(stage: Stage, annotations: dict[str, str], chosen: str, index: str) -> None:
     """The driver of node b can't describe the GPUs with the indices 0 and 3."""
-    stage.sim.put_node(node("a", 2, inventory("a", 2, model="NVIDIA A100")))
-    stage.sim.put_node(node("b", 4, inventory("b", 4, model="NVIDIA H100", indices=(1, 2, 4, 5))))
-    await until(lambda: bool((found := stage.index.node("b")) and found.gpus[0].model))
+    h100 = inventory("b", 4, model="NVIDIA H100", indices=(1, 2, 4, 5))
+    await stage.show_nodes(node("a", 2, inventory("a", 2, model="NVIDIA A100")), node("b", 4, h100))
     await stage.schedule(pod("first", ("app", 60, 16)), ["a"])
     assert await stage.schedule(pod("one", ("app", 30, 8), annotations=annotations)) == chosen
     assert stage.sim.annotations("uid-one")["tencent.com/predicate-gpu-idx-0"] == index
 
 
 async def test_gpu_managers_indices_are_those_of_nvml(stage: Stage) -> None:
-    stage.sim.put_node(node("b", 4, inventory("b", 4, indices=(1, 2, 4, 5))))
+    await stage.show_nodes(node("b", 4, inventory("b", 4, indices=(1, 2, 4, 5))))
     told = {"tencent.com/predicate-node": "b", "tencent.com/predicate-gpu-idx-0": "4"}
-    stage.sim.put_document(pod("one", ("app", 30, 8), on="b", annotations=told))
-    await until(lambda: stage.cores("b") == [0, 0, 30, 0])
+    await stage.show(pod("one", ("app", 30, 8), on="b", annotations=told))
+    assert stage.cores("b") == [0, 0, 30, 0]
 
 
 @pytest.mark.parametrize(
@@ -134,29 +133,27 @@ async def test_an_annotation_that_cannot_be_read_is_refused(stage: Stage, key: s
     item = await stage.create(pod("one", ("app", 30, 8), annotations={key: text}))
     assert (await stage.filter(item))["FailedAndUnresolvableNodes"] == {"a": f"annotation {key}: {reason}"}
     assert await stage.bind(item, "a") == f"annotation {key}: {reason}"
-    stage.sim.put_document(pod("one", ("app", 30, 8), on="a", annotations={key: text}))
-    await until(lambda: stage.cores("a") == [30, 0])
+    await stage.show(pod("one", ("app", 30, 8), on="a", annotations={key: text}))
+    assert stage.cores("a") == [30, 0]
 
 
 async def test_constraints_that_change_before_the_binding_count(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 30, 8)))
     await stage.filter(item)
     later = pod("one", ("app", 30, 8), annotations={"gpumgr.io/use-gpu-uuid": "GPU-a-1"})
-    stage.sim.put_document(later)
-    stage.sim.put_document(pod("next-event", ("app", 10, 4), on="b"))
-    await until(lambda: sum(stage.cores("b")) == 10)
+    await stage.show(later)
     assert await stage.bind(later, "a") == ""
     assert stage.cores("a") == [0, 30]
 
 
 async def test_a_pod_without_a_gpu_request_passes_everywhere(stage: Stage) -> None:
-    assert (await stage.filter(pod("one", ("app", 0, 0)), ["a", "z"]))["NodeNames"] == ["a", "z"]
+    assert await stage.filtered(pod("one", ("app", 0, 0)), ["a", "z"]) == ["a", "z"]
     assert stage.index.placement("uid-one") is None
 
 
 async def test_with_candidates_nothing_is_assumed_and_nodes_are_scored(soft: Stage) -> None:
     item = pod("one", ("app", 60, 16))
-    assert (await soft.filter(item, ["b", "a"]))["NodeNames"] == ["a", "b"]
+    assert await soft.filtered(item, ["b", "a"]) == ["a", "b"]
     assert soft.index.placement("uid-one") is None
     scores = await soft.post("prioritize", json.dumps({"Pod": item, "Nodes": None, "NodeNames": ["b", "a", "z"]}))
     assert scores == [{"Host": "b", "Score": 5}, {"Host": "a", "Score": 10}, {"Host": "z", "Score": 0}]
@@ -168,8 +165,7 @@ async def test_with_candidates_nothing_is_assumed_and_nodes_are_scored(soft: Sta
 async def test_bind_takes_other_gpus_of_the_node_if_those_were_lost(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 60, 16)))
     await stage.filter(item, ["a"])
-    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
-    await until(lambda: stage.cores("a") == [110, 0])
+    await stage.show_nodes(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
     assert await stage.bind(item, "a") == ""
     assert decode_placement(stage.sim.annotations("uid-one")[PLACEMENT_ANNOTATION]).containers == {
         "c0": (Share("GPU-a-1", 60, 4096),)
@@ -179,8 +175,7 @@ async def test_bind_takes_other_gpus_of_the_node_if_those_were_lost(stage: Stage
 async def test_bind_fails_if_the_node_has_no_room_any_more(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item, ["a"])
-    stage.sim.put_node(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
-    await until(lambda: stage.cores("a") == [150, 100])
+    await stage.show_nodes(node("a", 2, inventory("a", 2, other={"foreign": (Share(0, 50, 256),)})))
     assert await stage.bind(item, "a") == "node a has fewer than 2 entirely free GPUs (1 free)"
     assert "bind" not in stage.sim.requests
     assert stage.cores("a") == [50, 0]
@@ -220,17 +215,15 @@ async def test_binds_that_overlap_never_share_a_gpu(stage: Stage) -> None:
 async def test_deleted_and_ended_pods_free_their_gpus(stage: Stage) -> None:
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
-    stage.sim.remove("uid-one")
-    await until(lambda: stage.cores("a") == [0, 0])
+    await stage.end("one")
+    assert stage.cores("a") == [0, 0]
     for name in ("gone", "done"):
         assert await stage.schedule(pod(name, ("app", 100, 0)), ["a"]) == "a"
     assert stage.cores("a") == [100, 100]
-    stage.sim.remove("uid-gone")
-    await until(lambda: sorted(stage.cores("a")) == [0, 100])
-    ended = pod("done", ("app", 100, 0), on="a")
-    ended["status"]["phase"] = "Succeeded"
-    stage.sim.put_document(ended)
-    await until(lambda: stage.cores("a") == [0, 0])
+    await stage.end("gone")
+    assert sorted(stage.cores("a")) == [0, 100]
+    await stage.show({**pod("done", ("app", 100, 0), on="a"), "status": {"phase": "Succeeded"}})
+    assert stage.cores("a") == [0, 0]
 
 
 async def test_a_restart_rebuilds_the_index_from_bound_pods(sim: ClusterApiServer, stage: Stage) -> None:
@@ -243,16 +236,9 @@ async def test_a_restart_rebuilds_the_index_from_bound_pods(sim: ClusterApiServe
     await until(lambda: {name: stage.index.used(name) for name in ("a", "b")} == used)
 
 
-@pytest.mark.parametrize("count", [2, 200])
-async def test_a_node_without_inventory_counts_by_its_capacity(stage: Stage, count: int) -> None:
-    """As gpu-admission does it; 200 GPUs are more than a node can have."""
-    stage.sim.put_node(node("plain", count, None))
-    if count > 64:
-        stage.sim.put_node(node("later", 1, None))
-        await until(lambda: stage.index.node("later") is not None)
-        assert (await stage.filter(pod("one", ("app", 60, 16)), ["plain"]))["NodeNames"] == []
-        return
-    await until(lambda: stage.index.node("plain") is not None)
+async def test_a_node_without_inventory_counts_by_its_capacity(stage: Stage) -> None:
+    """As gpu-admission does it."""
+    await stage.show_nodes(node("plain", 2, None))
     assert await stage.schedule(pod("one", ("app", 200, 0)), ["plain"]) == "plain"
     told = stage.sim.annotations("uid-one")
     assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {}
@@ -261,26 +247,23 @@ async def test_a_node_without_inventory_counts_by_its_capacity(stage: Stage, cou
 
 
 async def test_a_node_with_a_topology_manager_chooses_itself(stage: Stage) -> None:
-    stage.sim.put_node(node("a", 2, inventory("a", 2, topology_manager="restricted")))
-    await until(lambda: getattr(stage.index.node("a"), "naming", "") == "none")
+    await stage.show_nodes(node("a", 2, inventory("a", 2, topology_manager="restricted")))
     assert await stage.schedule(pod("one", ("app", 100, 0)), ["a"]) == "a"
     told = stage.sim.annotations("uid-one")
     assert decode_placement(told[PLACEMENT_ANNOTATION]).containers == {}
     assert not [key for key in told if "predicate-gpu-idx" in key]
     assert sum(stage.cores("a")) == 100
-    stage.sim.put_node(
-        node("a", 2, inventory("a", 2, topology_manager="restricted", other={"uid-one": (Share(1, 100, GPU_MEBIBYTES),)}))
-    )
-    await until(lambda: stage.cores("a") == [0, 100])
+    reported = {"uid-one": (Share(1, 100, GPU_MEBIBYTES),)}
+    await stage.show_nodes(node("a", 2, inventory("a", 2, topology_manager="restricted", other=reported)))
+    assert stage.cores("a") == [0, 100]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version":2,"gpus":[]}', '{"version":1,"gpus":1e9}', "\ud800", "x" * 300_000])
 async def test_an_unusable_inventory_is_reported_and_the_capacity_counts(
     stage: Stage, text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stage.sim.put_node(node("a", 2, text))
-    await until(lambda: getattr(stage.index.node("a"), "naming", "") == "index")
-    assert (await stage.filter(pod("one", ("app", 200, 0)), ["a"]))["NodeNames"] == ["a"]
+    await stage.show_nodes(node("a", 2, text))
+    assert await stage.filtered(pod("one", ("app", 200, 0)), ["a"]) == ["a"]
     assert INVENTORY_ANNOTATION in capfd.readouterr().out
 
 
@@ -328,7 +311,7 @@ async def test_the_cpu_of_all_pods_counts(stage: Stage) -> None:
     async def goes_to(name: str) -> None:
         wanted = cpu(pod("one", ("app", 100, 0)), 16)
         async with asyncio.timeout(30):
-            while (await stage.filter(wanted))["NodeNames"] != [name]:  # noqa: ASYNC110 (an answer over HTTP)
+            while await stage.filtered(wanted) != [name]:  # noqa: ASYNC110 (an answer over HTTP)
                 await asyncio.sleep(0.01)
 
     for name, count, cpus in (("a", 2, "32"), ("b", 4, "64")):
@@ -358,36 +341,18 @@ async def test_a_new_request_is_computed_in_slices_and_answered_from_the_state_a
         sim.put_node(node(name, 1, inventory(name, 1)))
         if number:
             sim.put_document(pod(f"on-{name}", ("app", 90 + number, 4), on=name))
-    async with running(sim, tmp_path, SchedulerSettings()) as stage:
+
+    def asked(name: str, cores: int) -> FilterArgs:
+        item = pod(name, ("app", cores, 8), ("app", cores, 8))
+        return FilterArgs(pod=msgspec.Raw(json.dumps(item).encode()), node_names=tuple(names))
+
+    async with running(sim, tmp_path) as stage:
         await until(lambda: stage.index.placed_pods == 7)
-        turns, ended = 0, asyncio.Event()
-
-        async def turn() -> None:
-            nonlocal turns
-            while not ended.is_set():
-                turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(turn())
-        asked = [
-            FilterArgs(
-                pod=msgspec.Raw(json.dumps(pod(f"new-{number}", ("app", 40, 8), ("app", 30, 8))).encode()),
-                nodes=None,
-                node_names=tuple(names),
-            )
-            for number in range(2)
-        ]
-        found = await asyncio.gather(*map(stage.extender.answer_filter, asked))
-        before = turns
-        new = pod("new-2", ("app", 1, 8), ("app", 1, 8))
-        assert await stage.extender.prioritize(
-            FilterArgs(pod=msgspec.Raw(json.dumps(new).encode()), node_names=asked[0].node_names)
-        )
-        assert turns >= before + len(names), "prioritize, too"
-        ended.set()
-        await counting
+        found = await asyncio.gather(*(stage.extender.answer_filter(asked(f"new-{number}", 40)) for number in range(2)))
         assert sorted(each.node_names or [] for each in found) == [[], ["n0"]]
-        assert turns >= len(names)
+        async with loop_turns() as turns:
+            assert await stage.extender.prioritize(asked("new-2", 1))
+        assert turns() >= len(names)
 
 
 @pytest.mark.parametrize("which", ["each second", "after many nodes have gone", "before a page or a scrape"])
@@ -423,11 +388,7 @@ async def test_a_pod_gets_a_node_that_was_offered_also_if_all_nodes_are_numbered
         answer = asyncio.create_task(stage.filter(pod("one", ("app", 100, 0)), ["b"]))
         await until(lambda: bool(keeping._waiters))
         numbering = stage.index.numbering
-        for number in range(1100):
-            stage.index.set_node(node_of_equal_gpus(f"new-{number}", 100, 1000))
-        stage.index.settle()
-        for number in range(1100):
-            stage.index.remove_node(f"new-{number}")
+        outgrow(stage.index)
         list(stage.index.compacting())
         assert stage.index.numbering != numbering
     assert (await answer)["NodeNames"] == ["b"]
@@ -444,10 +405,8 @@ async def test_long_pods_are_parsed_on_a_thread(stage: Stage, monkeypatch: pytes
     short, long = pod("short", ("app", 10, 4)), pod("long", ("app", 10, 4))
     long["spec"]["containers"] += [{"name": f"more-{number}", "image": "i" * 100} for number in range(1000)]
     for item in (short, long):
-        assert (await stage.filter(item))["NodeNames"] == ["a"]
+        assert await stage.filtered(item) == ["a"]
     here = threading.get_ident()
     assert (threads.pop("uid-short") == here, threads.pop("uid-long") == here) == (True, False)
-    for item in (short, long):
-        await stage.create(item)
-    await until(lambda: stage.watches.pending.keys() == {"uid-short", "uid-long"})
+    await stage.show(short, long)
     assert (threads["uid-short"] == here, threads["uid-long"] == here) == (True, False)

@@ -5,26 +5,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, Rejection, explain
-from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
+from gpumgr.cluster.core.node import node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
-from gpumgr.common.units import Amounts
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
 from gpumgr.placement.requests import Constraints
-from tests.cluster_states import constrained, expect, fits, index_of, node_state, request, share
+from tests.cluster_states import chosen, constrained, expect, fits, index_of, misfit, node_state, request, share
 
 MODELS = ("NVIDIA A100-SXM4-80GB", "Tesla T4", "NVIDIA H100 80GB HBM3", "")
 MIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1))
 FIXED = node_state("a", 4, models=MODELS, numa=(0, 0, 1, 1), naming="none")
-
-
-def chosen(node: NodeState, wanted: PodRequest, *used: int, policy: Policy = "binpack") -> list[list[int]] | Misfit:
-    """The GPUs of each container; `used` are cores."""
-    taken = (*(Amounts(cores, 1 if cores else 0) for cores in used), *[Amounts()] * (len(node.gpus) - len(used)))
-    found = choose(node, taken, wanted, policy)
-    return [[gpu for gpu, _ in shares] for shares in found.shares] if isinstance(found, NodeChoice) else found
 
 
 @pytest.mark.parametrize(
@@ -45,65 +36,61 @@ def chosen(node: NodeState, wanted: PodRequest, *used: int, policy: Policy = "bi
     ],
 )
 def test_only_gpus_that_satisfy_all_constraints_are_chosen(constraints: dict[str, Any], gpus: list[int]) -> None:
-    free = [0] * 4
-    found = []
-    while not isinstance(got := chosen(MIXED, constrained(share(60, 1), **constraints), *free), Misfit):
-        ((gpu,),) = got
-        free[gpu] = 60
-        found.append(gpu)
-    assert sorted(found) == gpus
+    held = [(0, 0)] * 4
+    while not isinstance(found := chosen(MIXED, constrained(share(60, 1), **constraints), *held), str):
+        held[found[0][0]] = (60, 1)
+    assert [gpu for gpu, (cores, _) in enumerate(held) if cores] == gpus
 
 
 def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint() -> None:
     node = node_state("a", 2, models=("T4", "T4"), cordoned=(0,), unhealthy=(1,))
-    found = expect(Misfit, chosen(node, constrained(share(10, 1), use_uuids=("GPU-a-0",))))
-    assert explain([(1, "a", found)]) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB"
+    wanted = constrained(share(10, 1), use_uuids=("GPU-a-0",))
+    assert chosen(node, wanted) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB"
 
 
 @pytest.mark.parametrize("constraints", [{"use_models": ("T4",)}, {"avoid_models": ("T4",)}, {"avoid_uuids": ("GPU-b-0",)}])
 def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str, Any]) -> None:
-    assert isinstance(chosen(node_of_equal_gpus("a", 400, 65536), constrained(share(10, 1), **constraints)), Misfit)
+    assert isinstance(chosen(node_of_equal_gpus("a", 400, 65536), constrained(share(10, 1), **constraints)), str)
 
 
 def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
-    told = expect(Misfit, chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4"))))
-    assert explain([(1, "a", told)]) == ("has a Topology Manager policy and not only GPUs of model A100 or T4")
+    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
+    told = "has a Topology Manager policy and not only GPUs"
+    assert chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4"))) == f"{told} of model A100 or T4"
+    assert chosen(FIXED, pair) == f"{told} on one NUMA node"
+    assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
     equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
     assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
-    assert chosen(equal, constrained(request(("app", 200, 0)), same_numa_node=True)) == [[0, 1]]
-    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
-    told = expect(Misfit, chosen(FIXED, pair))
-    assert told.agent_chooses
-    assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
+    assert chosen(equal, pair) == [[0, 1]]
 
 
 @pytest.mark.hami_bug("B19, B20: NUMA binding rejects pods that fit, and fills one NUMA node")
 @pytest.mark.parametrize(
-    ("policy", "used", "expected"),
+    ("policy", "in_use", "expected"),
     [
-        ("binpack", (0, 0, 0, 0, 0, 0), [4, 5]),  # the NUMA node with the fewest free GPUs
-        ("spread", (0, 0, 0, 0, 0, 0), [0, 2]),
-        ("topology", (0, 0, 0, 0, 0, 0), [0, 2]),  # the best joined ones
-        ("topology", (10, 0, 0, 0, 0, 0), [1, 3]),
-        ("binpack", (0, 0, 0, 0, 10, 0), [0, 2]),
-        ("binpack", (10, 10, 10, 0, 10, 0), None),  # two are free, on two NUMA nodes
+        ("binpack", (), [[4, 5]]),  # the NUMA node with the fewest free GPUs
+        ("spread", (), [[0, 2]]),
+        ("topology", (), [[0, 2]]),  # the best joined ones
+        ("topology", (0,), [[1, 3]]),
+        ("binpack", (4,), [[0, 2]]),
+        (
+            "binpack",
+            (0, 1, 2, 4),
+            "has fewer than 2 entirely free GPUs on one NUMA node (1 free)",
+        ),  # two are free, on two NUMA nodes
     ],
 )
 def test_several_gpus_of_a_container_are_on_one_numa_node(
-    policy: Policy, used: tuple[int, ...], expected: list[int] | None
+    policy: Policy, in_use: tuple[int, ...], expected: list[list[int]] | str
 ) -> None:
     node = node_state("a", 6, near=((0, 2), (1, 3)), numa=(0, 0, 0, 0, 1, 1))
-    found = chosen(node, constrained(request(("app", 200, 0)), same_numa_node=True), *used, policy=policy)
-    if expected is not None:
-        assert found == [expected]
-        return
-    assert isinstance(found, Misfit)
-    assert explain([(1, "a", found)]) == "has fewer than 2 entirely free GPUs on one NUMA node (1 free)"
+    held = [(10, 1) if gpu in in_use else (0, 0) for gpu in range(6)]
+    assert chosen(node, constrained(request(("app", 200, 0)), same_numa_node=True), *held, policy=policy) == expected
 
 
 def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:
-    found = expect(Misfit, chosen(node_state("a", 2), constrained(request(("app", 200, 0)), same_numa_node=True)))
-    assert explain([(1, "a", found)]) == "has no GPU with a known NUMA node"
+    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
+    assert chosen(node_state("a", 2), pair) == "has no GPU with a known NUMA node"
 
 
 def test_containers_that_reuse_an_init_containers_gpus_stay_on_its_numa_node() -> None:
@@ -115,13 +102,13 @@ def test_containers_that_reuse_an_init_containers_gpus_stay_on_its_numa_node() -
 def test_the_constraint_is_named_and_counted() -> None:
     wanted = constrained(share(50, 32), use_models=("A100",), avoid_uuids=("GPU-x", "GPU-y"))
     found = [
-        ("full", chosen(node_state("full", 2, models=("A100", "T4")), wanted, 60)),
-        ("other", chosen(node_state("other", 1, models=("T4",)), wanted)),
-        ("more", chosen(node_state("more", 1, models=("T4",)), wanted)),
-        ("mixed", chosen(node_state("mixed", 2, models=("A100", "T4"), naming="none"), wanted)),
+        misfit(node_state("full", 2, models=("A100", "T4")), wanted, (60, 1)),
+        misfit(node_state("other", 1, models=("T4",)), wanted),
+        misfit(node_state("more", 1, models=("T4",)), wanted),
+        misfit(node_state("mixed", 2, models=("A100", "T4"), naming="none"), wanted),
     ]
     gpu = "GPU of model A100 and not of 2 UUIDs"
-    assert explain([(1, name, each) for name, each in found if isinstance(each, Misfit)]) == (
+    assert explain(found) == (
         f"for the 4 nodes with enough in total: 2 have no {gpu}, 1 has no {gpu} with 50 free cores and 8 GiB (closest: full GPU 0, 40 "
         "cores and 15.75 GiB), 1 has a Topology Manager policy and not only GPUs of model A100 and not of 2 UUIDs"
     )
@@ -175,8 +162,7 @@ def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
 
 @pytest.mark.parametrize(("modes", "text"), [(("mig",), "in mode mig"), ((), "in mode unknown")])
 def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
-    found = expect(Misfit, chosen(node_state("a", 2), constrained(share(10, 1), modes=modes)))
-    assert explain([(1, "a", found)]) == f"has no GPU {text}"
+    assert chosen(node_state("a", 2), constrained(share(10, 1), modes=modes)) == f"has no GPU {text}"
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:

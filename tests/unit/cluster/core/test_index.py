@@ -24,7 +24,19 @@ from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy, Shares
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.requests import UNCONSTRAINED, Constraints, ContainerKind
-from tests.cluster_states import expect, fits, hami, index_of, node_state, request, share, together, with_mig, with_replicas
+from tests.cluster_states import (
+    REQUESTS,
+    expect,
+    fits,
+    hami,
+    index_of,
+    node_state,
+    outgrow,
+    request,
+    share,
+    with_mig,
+    with_replicas,
+)
 
 NODES = (node_state("a", 2), node_state("b", 4, near=((0, 1), (2, 3))))
 NAMES = ("a", "b")
@@ -200,10 +212,7 @@ def test_a_set_of_nodes_has_those_that_come_or_come_back_and_no_others() -> None
 
 def test_nodes_are_numbered_again_after_many_have_gone(index: ClusterIndex) -> None:
     before, numbering, version = index.node_set(["b"]), index.numbering, index.version
-    for number in range(1100):
-        index.set_node(node_state(f"node-{number}", 1))
-        index.settle()
-        index.remove_node(f"node-{number}")
+    outgrow(index)
     index.set_node(node_state("new", 1))
     list(index.compacting())
     assert index.numbering != numbering
@@ -239,12 +248,10 @@ def test_changes_while_nodes_are_numbered_again_are_kept(index: ClusterIndex) ->
 
 
 def test_a_rejection_is_not_given_for_other_nodes_that_have_its_numbers_now() -> None:
-    index, wanted = ClusterIndex(), request(("app", 200, 0))
-    for name in ("z", "a", *(f"node-{number}" for number in range(1100))):
-        index.set_node(node_state(name, 2 if name == "a" else 1))
-        index.settle()
-        if name.startswith("node"):
-            index.remove_node(name)
+    index, wanted = index_of(node_state("z", 1)), request(("app", 200, 0))
+    index.settle()
+    index.set_node(node_state("a", 2))
+    outgrow(index)
     before = index.node_set(["z"])
     assert isinstance(Question(index, wanted, "binpack").rank(before), Rejection)
     list(index.compacting())
@@ -327,26 +334,7 @@ def brute_force(
 
 
 A100, T4 = "NVIDIA A100-SXM4-80GB", "Tesla T4"
-#: Requests of all kinds: shares, whole GPUs, several containers, by HAMi's resources, with each constraint, with CPU.
-WANTED: tuple[PodRequest, ...] = (
-    share(30, 8),
-    share(60, 30),
-    share(99, 60),
-    share(50, 100),
-    share(10, 4),
-    request(("app", 100, 0)),
-    request(("app", 200, 0)),
-    request(("app", 100, 70)),
-    request(("app", 40, 8), ("app", 30, 8)),
-    request(("init", 60, 16), ("app", 60, 8)),
-    request(("init", 100, 0), ("app", 100, 0), ("app", 100, 0)),
-    hami(cores=30, memory=3001),
-    hami(memory=9000),
-    hami(cores=50, memory_percent=40, core_scaling=1.5, memory_scaling=2.0),
-    hami(gpus=2, cores=10, memory=1000),
-    hami(cores=100),
-    together(hami("init", cores=60, memory=2000), hami(cores=20, memory=4000)),
-)
+#: With each of the requests.
 RESTRICTED: tuple[Constraints, ...] = (
     UNCONSTRAINED,
     Constraints(use_models=("a100",)),
@@ -453,11 +441,11 @@ def test_answers_are_those_of_a_computation_from_scratch(data: st.DataObject) ->
             case "no node" if index.node(name) is not None:
                 index.remove_node(name)
             case "bind":
-                index.bind(PlacedPod(uid=f"pod-{step}", node=name, request=data.draw(st.sampled_from(WANTED))))
+                index.bind(PlacedPod(uid=f"pod-{step}", node=name, request=data.draw(st.sampled_from(REQUESTS))))
             case "remove":
                 index.remove(f"pod-{data.draw(st.integers(0, step))}")
             case "ask":
-                wanted, policy = data.draw(st.sampled_from(WANTED)), data.draw(st.sampled_from(POLICIES))
+                wanted, policy = data.draw(st.sampled_from(REQUESTS)), data.draw(st.sampled_from(POLICIES))
                 wanted = replace(
                     wanted,
                     constraints=data.draw(st.sampled_from(RESTRICTED)),

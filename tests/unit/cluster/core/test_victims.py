@@ -115,48 +115,20 @@ def test_the_work_on_a_node_with_many_gpus_is_bounded() -> None:
     assert calls < 16 * (4 + 40) + 40 + 10
 
 
-@pytest.mark.parametrize(
-    ("kinds", "free", "gpus", "cost"),
-    [
-        pytest.param(
-            [(2, 40, 0), (0, 10, 2), (0, 50, 2), (1, 20, 1), (1, 60, 2), (3, 50, 2), (2, 20, 1)],
-            50,
-            2,
-            (2, 2, 4),
-            id="number of pods before priorities",
-        ),
-        pytest.param(
-            [(2, 60, 2), (0, 30, 0), (3, 40, 1), (3, 40, 1), (1, 20, 2), (2, 30, 2), (1, 40, 1)],
-            60,
-            2,
-            (2, 3, 4),
-            id="next GPU by priorities",
-        ),
-        pytest.param(
-            [(0, 10, 0), (0, 30, 2), (0, 20, 0), (2, 50, 0), (0, 30, 2), (1, 60, 2), (3, 20, 0)],
-            50,
-            2,
-            (2, 2, 2),
-            id="best of several first GPUs",
-        ),
-        pytest.param(
-            [(1, 10, 1), (0, 60, 2), (0, 10, 0), (1, 10, 0), (0, 10, 1), (1, 40, 2), (1, 20, 2)],
-            60,
-            2,
-            (2, 3, 6),
-            id="smallest pods stay",
-        ),
-        pytest.param(
-            [(0, 50, 0), (2, 10, 1), (2, 10, 0), (1, 100, 2), (0, 30, 2), (2, 50, 1), (2, 10, 2)],
-            60,
-            2,
-            (2, 3, 3),
-            id="among them the important ones",
-        ),
-        pytest.param([(gpu // 2, 50, 0) for gpu in range(32)] + [(16, 100, 0)], 100, 1, (0, 1, 0), id="first GPUs by number"),
-        pytest.param([(gpu // 2, 50, 1) for gpu in range(33)] + [(16, 50, 0)], 100, 1, (1, 2, 1), id="first GPUs by priorities"),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "free", "gpus", "cost"), [
+    # The number of pods counts before the sum of priorities.
+    ([(2, 40, 0), (0, 10, 2), (0, 50, 2), (1, 20, 1), (1, 60, 2), (3, 50, 2), (2, 20, 1)], 50, 2, (2, 2, 4)),
+    # The next GPU is chosen by priorities.
+    ([(2, 60, 2), (0, 30, 0), (3, 40, 1), (3, 40, 1), (1, 20, 2), (2, 30, 2), (1, 40, 1)], 60, 2, (2, 3, 4)),
+    # The search begins with several GPUs, and the best of the results is taken.
+    ([(0, 10, 0), (0, 30, 2), (0, 20, 0), (2, 50, 0), (0, 30, 2), (1, 60, 2), (3, 20, 0)], 50, 2, (2, 2, 2)),
+    # The smallest pods stay, among them the important ones.
+    ([(1, 10, 1), (0, 60, 2), (0, 10, 0), (1, 10, 0), (0, 10, 1), (1, 40, 2), (1, 20, 2)], 60, 2, (2, 3, 6)),
+    ([(0, 50, 0), (2, 10, 1), (2, 10, 0), (1, 100, 2), (0, 30, 2), (2, 50, 1), (2, 10, 2)], 60, 2, (2, 3, 3)),
+    # The first GPUs are chosen by the number of their pods, then by priorities.
+    ([(gpu // 2, 50, 0) for gpu in range(32)] + [(16, 100, 0)], 100, 1, (0, 1, 0)),
+    ([(gpu // 2, 50, 1) for gpu in range(33)] + [(16, 50, 0)], 100, 1, (1, 2, 1)),
+])  # fmt: skip
 def test_of_many_pods_the_best_are_evicted(
     kinds: list[tuple[int, int, int]], free: int, gpus: int, cost: tuple[int, int, int]
 ) -> None:
