@@ -121,16 +121,12 @@ class Session:
         self._seen: dict[int, str] = {}
         self._events: EventThread | None = None
         #: NVML is initialised.
-        self._opened = False
+        self.opened = False
         # Held while a session or the wait for events starts or ends, and while MIG is changed.
         self._session_lock = asyncio.Lock()
         #: Cleared while the session is replaced, or closed for another program. Calls wait then.
         self._session_open = asyncio.Event()
         self._session_open.set()
-
-    @property
-    def opened(self) -> bool:
-        return self._opened
 
     @property
     def busy(self) -> bool:
@@ -148,7 +144,7 @@ class Session:
         While a call about a GPU hangs, the earlier session can't end. Then this session continues, if the driver answers other calls.
         """
         async with self._session_lock:
-            if self._opened and any(gpu is not None for gpu in self._worker.stuck):
+            if self.opened and any(gpu is not None for gpu in self._worker.stuck):
                 await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
                 return
             self._session_open.clear()
@@ -171,7 +167,7 @@ class Session:
                 # late, and that must not prevent the other program's work.
                 stop_seconds = max(_STOP_SECONDS, _WAIT_MILLISECONDS / 1000 + self._timeout_seconds)
                 await self._close_session(stop_seconds=stop_seconds, shutdown_seconds=self._timeout_seconds)
-                if self._opened:
+                if self.opened:
                     raise NvmlError("the session with the driver can't be ended: the wait for events hangs")
                 try:
                     yield
@@ -224,7 +220,7 @@ class Session:
 
     async def _open_session(self) -> None:
         await self._worker.call(self._binding.open, timeout_seconds=self._timeout_seconds)
-        self._opened = True
+        self.opened = True
         self._count = await self._worker.call(self._read_count, timeout_seconds=self._timeout_seconds)
 
     async def _close_in_haste(self) -> None:
@@ -233,9 +229,9 @@ class Session:
     async def _close_session(self, *, stop_seconds: float, shutdown_seconds: float) -> None:
         if self._events is not None and await self._events.stop(timeout_seconds=stop_seconds):
             self._events = None
-        if self._opened and self._events is None:  # NVML must not be shut down while the thread waits inside it
+        if self.opened and self._events is None:  # NVML must not be shut down while the thread waits inside it
             await self._worker.finish(timeout_seconds=shutdown_seconds)
-            self._opened = False
+            self.opened = False
             await self._worker.call(self._binding.close, timeout_seconds=shutdown_seconds)
 
     async def _on_gpu(self, uuid: str, fn: Callable[[Handle], T], *, timeout_seconds: float | None = None) -> T:

@@ -91,7 +91,11 @@ class Components:
         self.pod_resources = PodResourcesClient(settings.kubelet.pod_resources_socket, names=profile.inner_names(settings))
         pod_ends = PodEnds(pods, self.enforcement.runtime, node=settings.node.name, clock=time.monotonic)
         self.admission = Admission(
-            pods, self.pod_resources, pod_ends, pod_wait_seconds=self._pod_wait_seconds, clock=time.monotonic
+            pods,
+            self.pod_resources,
+            pod_ends,
+            pod_wait_seconds=lambda: self.settings.kubernetes.pod_wait_milliseconds / 1000,
+            clock=time.monotonic,
         )
         self.reconciler = Reconciler(
             agent_state=self.agent_state,
@@ -202,7 +206,7 @@ class Components:
                 pods=self._pods,
                 enforcement=self.enforcement.limits,
                 host=_host_paths(self.settings, self._hardware.proc_root, lambda: self.enforcement.driver_files.access),
-                make_dir=_make_dir,
+                make_dir=partial(os.makedirs, mode=0o755, exist_ok=True),
                 make_room=self._make_room,
                 stored_nodes=partial(stored_nodes, self.settings.kubelet.device_plugin_dir),
             ),
@@ -327,9 +331,6 @@ class Components:
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 
-    def _pod_wait_seconds(self) -> float:
-        return self.settings.kubernetes.pod_wait_milliseconds / 1000
-
     def _publish(self, node_devices: NodeDevices) -> None:
         if not isinstance(self.link, KubeletLink):
             self.link.update()
@@ -337,13 +338,9 @@ class Components:
         self.resource_lists.publish(self.agent_state.ledger.gpu_registry, node_devices, self.link)
 
     def _freed(self, allocation: AllocationId) -> None:
-        self._remove_folder(allocation)
-        self.enforcement.freed()
-
-    def _remove_folder(self, allocation: AllocationId) -> None:
-        """Removes the host folder of the container's /etc/vcuda, if it is empty."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the host folder of the container's /etc/vcuda may have files
             os.rmdir(self.settings.container.allocation_dir / allocation)
+        self.enforcement.freed()
 
     async def _evaluate(self, sample: NodeSample, started: Mapping[int, int]) -> None:
         """Looks for GPUs that are gone. Evaluates the sample only after the backends have recovered their containers."""
@@ -363,10 +360,6 @@ class Components:
 
 def _new_id() -> str:
     return secrets.token_hex(8)
-
-
-def _make_dir(path: str) -> None:
-    os.makedirs(path, mode=0o755, exist_ok=True)
 
 
 def _health_rules(settings: Settings) -> HealthRules:

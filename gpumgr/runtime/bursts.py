@@ -72,15 +72,15 @@ class Bursts:
 
     # -- once a sample -----------------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self, ledger: Ledger, use: NodeUse) -> None:
+    def begin_evaluation(self, ledger: Ledger, shares: Shares, use: NodeUse) -> None:
         """Call it first in each evaluation of a sample. It notes the limits that new containers may have. `use`: what the containers use
         according to this sample."""
         started = {
             (a.id, gpu): UNKNOWN_BYTES
             if self._limit_may_be_unknown(a, gpu, use.containers[a.id, gpu].memory_bytes)
             else a.guaranteed_on(gpu).memory_mebibytes << 20
-            for a in ledger.allocations.values()
-            for gpu in (a.gpus if is_share(a) else ())
+            for a in (ledger.allocations[name] for name in shares)
+            for gpu in a.gpus
             if not self.in_force.knows((a.id, gpu))
         }
         self.in_force.begin_evaluation(started)
@@ -99,7 +99,7 @@ class Bursts:
                 used_bytes=self._away[place[0]].get(place[1], 0) if place[0] in self._away else each.memory_bytes,
             )
             for place, each in use.containers.items()
-            if is_share(ledger.allocations[place[0]])
+            if place[0] in shares
         }
         self._above = frozenset(
             place

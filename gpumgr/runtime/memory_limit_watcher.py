@@ -11,26 +11,24 @@ from typing import Final, Protocol
 import structlog
 from msgspec.structs import replace
 
-from gpumgr.agent.container_starts import is_share, tenant_of
-from gpumgr.agent.pods import find_pod
+from gpumgr.agent.container_starts import is_share, tenants
 from gpumgr.agent.ports import Eviction, Evictor, Finding, Pods, RunningContainer
 from gpumgr.agent.state import AgentState
 from gpumgr.common.aio import LogPace
 from gpumgr.common.units import MEMORY_RESOURCE, Resource
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.join import AllocationIndex, join
-from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
+from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.ledger.node_use import AllocationOnGpu, ContainerUse, NodeUse, TurnUse
 from gpumgr.ledger.use_changes import KnownProcesses, OverLimitState, apply_readings, update_unattributed
-from gpumgr.placement.devices import Gpu, NodeSample
-from gpumgr.placement.pods import PodView
+from gpumgr.placement.devices import NodeSample
 from gpumgr.runtime.bursts import NOT_LISTED, Bursts
 from gpumgr.runtime.container_events import OVER_LIMIT, ContainerEvents, FindingsReporter, report_overcommitted
 from gpumgr.runtime.limits_in_force import Limits
 from gpumgr.runtime.process_owners import BackgroundCall, ProcessOwners
 from gpumgr.runtime.resizes import decide_resizes
 from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
-from gpumgr.runtime.suspensions import REFUSED, Suspensions
+from gpumgr.runtime.suspensions import Suspensions
 from gpumgr.settings.schema import EnforcementSettings
 
 log = structlog.get_logger(__name__)
@@ -88,7 +86,7 @@ class MemoryLimitWatcher:
         self._events = ContainerEvents(agent_state, containers=lambda: owners.latest.containers)
         self._evictions, self._can_evict = _Evictions(evictor, self._events, meter.evicted), evictor is not None
         self._meter, self._unsaved = meter, LogPace(owners.clock)
-        self._shares, self._pods = _Shares(pods, self._events), pods
+        self._pods = pods
         self.bursts = Bursts(agent_state, pods, self._events, obstacle=backends.obstacle_to_burst)
         self.suspensions = Suspensions(agent_state, pods, self._events, self.bursts, suspending, meter, clock=owners.clock)
         self.apply(settings)
@@ -125,18 +123,18 @@ class MemoryLimitWatcher:
         """Evaluates a sample that was read after the previous call had returned. `started`: pid -> start time in clock ticks since boot, of
         running processes."""
         ledger = self._agent_state.ledger
-        shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
+        shares = self._shares(ledger)
         index = AllocationIndex(ledger.allocations.values(), self._pods.all())
         seen = {process.pid for gpu in sample.gpus.values() for process in gpu.processes or ()}
         ownership = await self._owners.find(index, shares, seen, started)
         use = join(ledger, sample, ownership.owners, index=index)
-        self.bursts.begin_evaluation(ledger, use)
+        self.bursts.begin_evaluation(ledger, shares, use)
         obstacle, unsaved, listed = self._backends.obstacle_to_change, self._unsaved, ownership.listed
         if await decide_resizes(
             self._agent_state, self._pods, self.bursts, use, obstacle=obstacle, unsaved=unsaved, listed=listed
         ):
             ledger = self._agent_state.ledger
-            shares = self._shares.of(ledger, self._agent_state.inventory.gpus(ledger.gpu_registry))
+            shares = self._shares(ledger)
             use = join(ledger, sample, ownership.owners, index=index)
         use = _with_turns(use, self._backends.turns())
         shares, use = await self.bursts.apply(ledger, shares, use, sample)
@@ -158,6 +156,9 @@ class MemoryLimitWatcher:
         await self.suspensions.close()
         await self._enforce.close()
         await self._owners.close()
+
+    def _shares(self, ledger: Ledger) -> Mapping[AllocationId, GpuShare]:
+        return {share.allocation: share for share, _ in tenants(ledger, self._agent_state.inventory, self._pods)}
 
     def _running(self, shares: Mapping[AllocationId, GpuShare], use: NodeUse) -> Iterator[RunningContainer]:
         ownership = self._owners.latest
@@ -260,31 +261,6 @@ class _Evictions:
         if wanted or self._requested:
             self._evictor.evict(_REQUESTER, wanted.values())
         self._requested = frozenset(wanted)
-
-
-class _Shares:
-    """The containers that share a GPU. A GpuShare is kept while its allocation, GPUs and pod stay the same. If a container with whole GPUs
-    or MIG devices has the annotation gpumgr.io/suspend, an event says that it can't be suspended."""
-
-    def __init__(self, pods: Pods, events: ContainerEvents) -> None:
-        self._pods, self._events = pods, events
-        self._made: dict[AllocationId, tuple[tuple[Allocation, Sequence[Gpu | None], PodView | None], GpuShare | None]] = {}
-
-    def of(self, ledger: Ledger, gpus: Mapping[str, Gpu]) -> Mapping[AllocationId, GpuShare]:
-        made = {}
-        for allocation in ledger.allocations.values():
-            view = find_pod(self._pods, allocation.pod, allocation.uid)
-            basis = allocation, [gpus.get(name) for name in allocation.gpus], view
-            known = self._made.get(allocation.id)
-            if known is None or known[0] != basis:
-                known = basis, tenant_of(allocation, ledger.gpu_registry, gpus, view)
-                held = "MIG devices" if allocation.by_mig else "whole GPUs" if allocation.whole else None
-                if held and view and view.suspend and not (allocation.init or view.deleted or view.ended):
-                    why = f"it has {held}, and only a container with a share of a GPU can be suspended"
-                    self._events.add_once(allocation.id, REFUSED, f"the container is not suspended: {why}")
-            made[allocation.id] = known
-        self._made = made
-        return {allocation: tenant for allocation, (_, tenant) in made.items() if tenant is not None}
 
 
 def _with_turns(use: NodeUse, turns: Mapping[AllocationOnGpu, TurnUse]) -> NodeUse:

@@ -25,7 +25,7 @@ from gpumgr.ledger.ledger import Allocation, AllocationId
 from gpumgr.ledger.node_use import ContainerUse, NodeUse
 from gpumgr.ledger.suspension import AGAIN_SECONDS, Activity, Moved, Suspension, activity, next_step, obstacle
 from gpumgr.runtime.bursts import Bursts
-from gpumgr.runtime.container_events import ContainerEvents, Subject
+from gpumgr.runtime.container_events import ContainerEvents
 from gpumgr.runtime.process_owners import ProcessOwnership
 from gpumgr.runtime.suspend_parts import Parts, SuspendMeter
 
@@ -102,13 +102,21 @@ class Suspensions:
         # The idle time of a suspended container begins when it is resumed.
         before = {name: each for name, each in self._activity.items() if name not in states or states[name].measured}
         self._activity = {name: activity(before.get(name), uses, now) for name, uses in self._uses.items() if uses}
-        refused = dict[Subject, str]()
+        refused = {a.id: why for name, a in known.items() if name not in shares and (why := self._obstacle_without_share(a))}
         for name in shares:
             if name in self._tasks or name not in self._agent_state.ledger.allocations:
                 continue
             if (why := await self._decide(name)) and name in ownership.containers:  # it runs
-                refused[name, None] = f"the container is not suspended: {why}"
-        self._events.report(REFUSED, refused)
+                refused[name] = why
+        self._events.report(REFUSED, {(name, None): f"the container is not suspended: {why}" for name, why in refused.items()})
+
+    def _obstacle_without_share(self, allocation: Allocation) -> str | None:
+        """Why the container can't be suspended, if its pod demands that and it has whole GPUs or MIG devices."""
+        view = find_pod(self._pods, allocation.pod, allocation.uid)
+        held = "MIG devices" if allocation.by_mig else "whole GPUs" if allocation.whole else None
+        if held is None or allocation.init or not view or not view.suspend or view.deleted or view.ended:
+            return None
+        return f"it has {held}, and only a container with a share of a GPU can be suspended"
 
     async def _forget_ended(self) -> None:
         """Drops the states of containers that have ended, or were started again."""
