@@ -267,7 +267,7 @@ class SimKubelet:
 
     def _write_checkpoint(self) -> None:
         registered = {resource: sorted(healthy) for resource, healthy in self._devices.healthy.items()}
-        write_checkpoint(self.checkpoint, self._devices.held, registered, by_node=self.shape.checkpoint_by_node)
+        write_checkpoint(self.checkpoint, self._devices.held, registered)
 
     def _set_status(self, uid: str, status: PodStatus) -> None:
         self.statuses[uid] = status

@@ -1,6 +1,6 @@
 """The data of the simulated kubelet: its pods, the differences between versions that device plugins notice, and its checkpoint.
 
-Source: the last patch release of each version (1.19.16 to 1.25.16, 1.35.4, 1.37.2), pkg/kubelet/cm/devicemanager and
+Source: the last patch release of each version (1.20.15 to 1.25.16, 1.35.4, 1.37.2), pkg/kubelet/cm/devicemanager and
 pkg/kubelet/apis/podresources. In these differences 1.21 equals 1.22, and 1.23 equals 1.24. For 1.37 only the registration was compared.
 """
 
@@ -49,10 +49,8 @@ class KubeletVersion(msgspec.Struct, frozen=True, kw_only=True):
     knows_cdi: bool = True
     #: The NUMA node under which the kubelet records ids that have none: -1 since 1.23, 0 before.
     no_node: int = -1
-    #: The checkpoint has a container's ids by NUMA node (since 1.20), not as a list.
-    checkpoint_by_node: bool = True
 
-    # The calls of PodResources v1; empty: there is no such service
+    # The calls of PodResources v1; empty: there is no such service, as before 1.20
 
     calls: frozenset[Call] = frozenset({"List", "Get"})
     #: PodResources serves 100 calls a second, for all clients together.
@@ -80,8 +78,6 @@ V1_24: Final = replace(
 )
 V1_22: Final = replace(V1_24, version="1.22", no_node=0)
 V1_20: Final = replace(V1_22, version="1.20", groups_ids=True)
-#: Too old for gpumgr: it has PodResources v1alpha1 only.
-V1_19: Final = replace(V1_20, version="1.19", calls=frozenset(), checkpoint_by_node=False)
 
 #: The kubelets that gpumgr supports, by version.
 SUPPORTED: Final[Mapping[str, KubeletVersion]] = {shape.version: shape for shape in (V1_20, V1_22, V1_24, V1_25, V1_35, V1_37)}
@@ -160,14 +156,14 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 PodDevices = dict[str, dict[str, dict[str, Holding]]]
 
 
-def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]], *, by_node: bool) -> None:
+def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequence[str]]) -> None:
     """Replaces the whole file. The checksum is not the real one, which hashes Go's print form."""
     entries = [
         {
             "PodUID": uid,
             "ContainerName": container,
             "ResourceName": resource,
-            "DeviceIDs": holding.ids_by_node if by_node else sorted(holding.ids),
+            "DeviceIDs": holding.ids_by_node,
             "AllocResp": base64.b64encode(holding.answer).decode(),
         }
         for uid, containers in held.items()
@@ -183,19 +179,15 @@ def write_checkpoint(path: Path, held: PodDevices, registered: Mapping[str, Sequ
 
 
 def load_checkpoint(path: Path) -> tuple[PodDevices, tuple[str, ...]]:
-    """(holdings, names of registered resources) as `write_checkpoint` wrote them; empty if there is no file.
-
-    Ids of a list count as on NUMA node 0, as kubelets since 1.20 read them after an upgrade.
-    """
+    """(holdings, names of registered resources) as `write_checkpoint` wrote them; empty if there is no file."""
     held: PodDevices = {}
     try:
         data = json.loads(path.read_text())["Data"]
     except FileNotFoundError:
         return held, ()
     for entry in data["PodDeviceEntries"] or ():
-        ids = entry["DeviceIDs"]
         holding = Holding(
-            ids_by_node={int(node): tuple(on_node) for node, on_node in (ids if isinstance(ids, dict) else {0: ids}).items()},
+            ids_by_node={int(node): tuple(ids) for node, ids in entry["DeviceIDs"].items()},
             answer=base64.b64decode(entry["AllocResp"]),
         )
         held.setdefault(entry["PodUID"], {}).setdefault(entry["ContainerName"], {})[entry["ResourceName"]] = holding

@@ -69,23 +69,6 @@ async def test_a_disruption_budget_holds_up_its_own_pod_alone(sim: SimApiServer,
     assert [line["pod"] for line in logs] == ["team/web-1", "team/web-0"]
 
 
-async def test_an_eviction_that_is_withdrawn_is_not_requested_when_the_budget_allows(sim: SimApiServer, stage: Stage) -> None:
-    put_pod(sim, POD, "uid-0")
-    sim.protected.add("uid-0")
-    stage.time.passes.clear()
-    stage.evict(POD, "uid-0")
-    await until(lambda: bool(stage.time.slept))  # until its next try
-    stage.withdraw("uid-0")
-    stage.withdraw("unknown")
-    assert stage.waiting == 0
-    sim.protected.clear()
-    stage.time.now += 3600
-    stage.time.passes.set()
-    stage.warn("the queue goes on")
-    await stage.written()
-    assert sim.requests == ["evict", "event"]
-
-
 async def test_an_eviction_that_is_withdrawn_while_it_waits_for_its_token_is_neither_requested_nor_counted(
     sim: SimApiServer, stage: Stage
 ) -> None:
@@ -130,9 +113,15 @@ async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiSe
     stage.withdraw("uid-0", "another reason")
     assert stage.waiting == 1
     stage.withdraw("uid-0", "GPU0 is drained")
+    stage.withdraw("unknown")
     assert stage.waiting == 0
-    stage.evict(POD, "uid-0", "over its limit again")
     sim.protected.clear()
+    sim.requests.clear()
+    stage.time.now += 3600
+    stage.warn("the queue goes on")
+    await stage.written()
+    assert sim.requests == ["event"]
+    stage.evict(POD, "uid-0", "over its limit again")
     with capture_logs() as logs:
         await stage.written()
     assert [line["reason"] for line in logs if line["event"] == "pod_evicted"] == ["over its limit again"]

@@ -55,16 +55,6 @@ async def test_labels_that_no_longer_hold_are_removed(sim: SimApiServer, stage: 
     assert sim.requests == ["node", "label"] * 2
 
 
-async def test_labels_that_were_removed_are_written_again_with_the_next_resync(sim: SimApiServer, stage: Stage) -> None:
-    for _ in range(11):
-        stage.publisher.label(LABELS)
-        await stage.written()
-        assert sim.written.labels == (LABELS if stage.time.now in (0, 600) else {})
-        sim.written.labels.clear()
-        stage.time.now += 60
-    assert sim.requests == ["node", "label"] * 2
-
-
 @pytest.mark.parametrize(
     ("labels", "managers"), [({"nvidia.com/gfd.timestamp": "1"}, []), ({}, ["kubelet", "gpu-feature-discovery"])]
 )

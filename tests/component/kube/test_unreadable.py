@@ -88,7 +88,7 @@ async def test_the_other_pods_of_a_list_are_known(text: str, api: FakeApiServer,
 
 async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(api: FakeApiServer, start: Start) -> None:
     api.put_document(pod("a", "uid-a"))
-    with named_once("default/a"):
+    with named_once("default/a", "default/c"):
         async with start() as running:
             known = running.cache.by_uid("uid-a")
             assert known is not None
@@ -105,7 +105,11 @@ async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(
             api.remove("uid-a")
             assert (await running.next()) == (known, None)
             assert running.cache.unreadable == 0
-    ((method, path, body),) = api.sent
+            api.put_document(broken("c"))
+            api.put_document(pod("c", "uid-c"))  # it can be read again
+            assert (await running.next())[1] == running.cache.by_uid("uid-c")
+            assert running.cache.unreadable == 0
+    method, path, body = api.sent[0]
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
     assert (body["reason"], body["type"]) == (UNREADABLE_REASON, "Warning")
@@ -128,15 +132,6 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
             await cache.wait_for(("default", "last"), 30)
             assert len(api.sent) == (20 if write_events else 0)
             api.remove("uid-last")
-
-
-async def test_a_pod_that_can_be_read_again_is_used(api: FakeApiServer, start: Start) -> None:
-    api.put_document(broken("a"))
-    async with start() as running:
-        assert (list(running.cache.all()), running.cache.unreadable) == ([], 1)
-        api.put_document(pod("a", "uid-a"))
-        assert (await running.next())[1] == running.cache.by_uid("uid-a")
-        assert running.cache.unreadable == 0
 
 
 async def test_a_list_that_fails_leaves_no_annotations(api: FakeApiServer, start: Start) -> None:
@@ -188,12 +183,7 @@ def any_object(name: str, **more: Any) -> dict[str, Any]:
     return {"metadata": {"namespace": "default", "name": name, "uid": f"uid-{name}"}, "spec": {}, "status": {}, **more}
 
 
-CLUSTER = (
-    "/api/v1/nodes",
-    "/api/v1/pods",
-    "/api/v1/resourcequotas",
-    "/api/v1/namespaces/kube-system/configmaps",
-)
+CLUSTER = ("/api/v1/nodes", "/api/v1/pods", "/api/v1/resourcequotas", "/api/v1/namespaces/kube-system/configmaps")
 OF_CLAIMS = tuple(f"/apis/resource.k8s.io/v1/resource{kind}" for kind in ("claims", "claimtemplates", "slices"))
 
 

@@ -47,36 +47,6 @@ async def test_an_equal_value_wakes_no_waiter() -> None:
         assert await waiting == b"b"
 
 
-async def test_readers_leave_no_trace() -> None:
-    latest = LatestValue(0)
-
-    async def read() -> None:
-        with latest.subscribe() as values:
-            async for _ in values:
-                pass
-
-    readers = [asyncio.create_task(read()) for _ in range(20)]
-    await asyncio.sleep(0)
-    assert latest.readers == 20
-    for reader in readers:
-        reader.cancel()
-    await asyncio.wait(readers)
-    assert latest.readers == 0
-
-
-async def test_a_closed_subscription_ends() -> None:
-    latest = LatestValue(0)
-    with latest.subscribe() as values:
-        waiting = asyncio.create_task(_collect(values))
-        await asyncio.sleep(0)
-        values.close()
-        assert await waiting == [0]
-
-
-async def _collect(values: object) -> list[int]:
-    return [value async for value in values]  # type: ignore[attr-defined]
-
-
 async def test_shielded_work_continues_after_its_caller_is_cancelled() -> None:
     began, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

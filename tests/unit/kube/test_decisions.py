@@ -78,11 +78,7 @@ def test_events_of_gpus(code: str, reason: str, warning: bool) -> None:
     assert (event.reason, event.warning, event.message) == (reason, warning, "GPU1 (00000001): XID 79")
     assert (event.about.kind, event.about.name, event.about.uid, event.about.namespace) == ("Node", "node-1", "node-1", "")
     assert event.allocations == ()
-
-
-def test_a_cordon_without_a_reason_has_its_code_as_text() -> None:
-    event = node_event("node-1", HistoryEntry(at=1.0, what="gpu", code="cordoned", gpus=("00000001",)), view_of().node.label)
-    assert event.message == "GPU1 (00000001): cordoned"
+    assert node_event("node-1", replace(entry, why=""), view_of().node.label).message == f"GPU1 (00000001): {code}"
 
 
 def test_a_condition_has_the_most_severe_reason_and_all_sentences() -> None:

@@ -72,13 +72,7 @@ def test_a_containers_index_counts_all_app_containers_and_no_others() -> None:
     init = ContainerSpec(name="fetch", kind="init", cores=5, memory_blocks=2)
     sidecar = ContainerSpec(name="proxy", kind="sidecar", cores=5, memory_blocks=2)
     view = pod(init, sidecar, ContainerSpec(name="log"), app("one"), app("two"))
-    holders = [
-        share("e", "two", gpu=1),
-        share("d", "one"),
-        share("c", "proxy"),
-        share("b", "fetch", init=True),
-        share("f", None),
-    ]
+    holders = [share("e", "two", gpu=1), share("d", "one"), share("c", "proxy"), share("b", "fetch", init=True), share("f", None)]
     annotations = annotated(view, *holders)
     indices = {key: value for key, value in annotations.items() if "idx" in key}
     assert indices == {"tencent.com/predicate-gpu-idx-1": "0", "tencent.com/predicate-gpu-idx-2": "1"}

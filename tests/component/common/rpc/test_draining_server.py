@@ -69,13 +69,17 @@ def disconnected(peer: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-async def test_a_peer_that_does_not_read_is_disconnected_at_the_end(folder: Path) -> None:
+async def test_a_peer_that_does_not_read_is_disconnected_at_the_end_and_its_call_cancelled(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server, sender = await serving(folder, flush_seconds=0.05)
     with call(folder / "sender.sock") as peer:
         await sender.sent.wait()
         assert not disconnected(peer)
         await server.drain(0.05)
         assert disconnected(peer)
+    assert not server.open_streams
+    assert not caplog.records
 
 
 async def test_a_socket_that_can_not_be_listened_on_leaves_the_earlier_one(folder: Path) -> None:
@@ -116,17 +120,6 @@ async def test_a_peer_that_does_not_close_is_disconnected(folder: Path) -> None:
         await until(lambda: server.connections)
         await server.drain(0)
         assert disconnected(peer)
-
-
-async def test_a_call_that_outlasts_the_grace_is_cancelled_without_an_error(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, sender = await serving(folder, flush_seconds=0.05)
-    with call(folder / "sender.sock"):
-        await sender.sent.wait()
-        await server.drain(0)
-    assert not server.open_streams
-    assert not caplog.records
 
 
 async def test_a_stream_that_has_ended_is_not_open_in_the_same_step_of_the_loop(folder: Path) -> None:

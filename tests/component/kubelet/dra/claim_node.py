@@ -66,11 +66,7 @@ class ClaimNode:
         )
         self.pods, self.reader = pods, Reader()
         self.claims = NodeClaims(
-            agent_state=self.state,
-            reader=reader or self.reader,
-            pods=pods,
-            enforcement=self.limits,
-            starts=starts,
+            agent_state=self.state, reader=reader or self.reader, pods=pods, enforcement=self.limits, starts=starts
         )
         self._seconds: list[float] = []
         plugin = DraPlugin("bench")

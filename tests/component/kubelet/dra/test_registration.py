@@ -20,17 +20,7 @@ from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.kubelet.dra_registration import DraLink, socket_paths
 from gpumgr.kubelet.dra_service import DraHealth
 from tests.background import until
-from tests.component.kubelet.dra.harness import (
-    DRIVER,
-    POOL,
-    QUICK,
-    Caller,
-    Linked,
-    StubKubelet,
-    claim,
-    linked,
-    plugin_of,
-)
+from tests.component.kubelet.dra.harness import DRIVER, POOL, QUICK, Caller, Linked, StubKubelet, claim, linked, plugin_of
 
 REGISTRATION = f"{DRIVER}-reg.sock"
 

@@ -62,7 +62,6 @@ async def test_a_watch_ends_with_a_bookmark(sim: SimApiServer, client: aiohttp.C
 # -- what is written ---------------------------------------------------------------------------------------------------------
 
 MERGE = {"Content-Type": "application/merge-patch+json"}
-STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
 
 
 async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
@@ -98,32 +97,14 @@ async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(
     patch: dict[str, object], status: int, sim: SimApiServer, client: aiohttp.ClientSession
 ) -> None:
     sim.put(pod("a"))
-    assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json=patch, headers=MERGE)) == status
+    path = "/api/v1/namespaces/team/pods/a"
+    assert (
+        await status_of(client.patch(path, json=patch, headers={"Content-Type": "application/strategic-merge-patch+json"})) == 415
+    )
+    assert await status_of(client.patch(path, json=patch, headers=MERGE)) == status
     assert bool(sim.annotations("uid-a")) == (status == 200)
     sim.put(pod("a"), PodStatus(phase="Running"))
     assert bool(sim.annotations("uid-a")) == (status == 200)
-
-
-async def test_patches_of_pods_that_are_not_there_not_allowed_or_of_another_kind(
-    sim: SimApiServer, client: aiohttp.ClientSession
-) -> None:
-    sim.put(pod("a"))
-    for path, headers, status in (("b", MERGE, 404), ("a", STRATEGIC, 415)):
-        assert await status_of(client.patch(f"/api/v1/namespaces/team/pods/{path}", json={}, headers=headers)) == status
-    sim.forbidden.add(("patch", "pods"))
-    assert await status_of(client.patch("/api/v1/namespaces/team/pods/a", json={}, headers=MERGE)) == 403
-    assert sim.requests == ["pod"] * 3
-
-
-async def test_of_conditions_the_one_of_the_same_type_is_replaced(client: aiohttp.ClientSession) -> None:
-    for condition in ({"type": "Ready", "status": "True"}, {"type": "A", "status": "True"}, {"type": "A", "status": "False"}):
-        body = {"status": {"conditions": [condition]}}
-        assert await status_of(client.patch("/api/v1/nodes/node-1/status", json=body, headers=STRATEGIC)) == 200
-    async with client.get("/api/v1/nodes/node-1") as answer:
-        node = await answer.json()
-    assert node["status"]["conditions"] == [{"type": "Ready", "status": "True"}, {"type": "A", "status": "False"}]
-    assert await status_of(client.patch("/api/v1/nodes/node-1/status", json={}, headers=MERGE)) == 415
-    assert await status_of(client.get("/api/v1/nodes/node-2")) == 404
 
 
 async def test_a_node_with_labels_that_are_none_stays_as_it_was(sim: SimApiServer, client: aiohttp.ClientSession) -> None:

@@ -10,22 +10,14 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import RequestReceived
+from msgspec.structs import replace
 
 from gpumgr._pb.deviceplugin.v1beta1 import DevicePluginOptions
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.kubelet.records import parse_kubelet_checkpoint
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimKubeletError, SimPod
 from gpumgr.sim.kubelet_plugins import PluginClient
-from gpumgr.sim.kubelet_pods import (
-    SUPPORTED,
-    V1_19,
-    V1_20,
-    V1_24,
-    V1_25,
-    V1_35,
-    V1_37,
-    KubeletVersion,
-)
+from gpumgr.sim.kubelet_pods import SUPPORTED, V1_20, V1_24, V1_25, V1_35, V1_37, KubeletVersion
 from tests.component.sim.kubelet.plugin import GooglePlugin
 from tests.kubelet_api import deviceplugin as pb
 from tests.kubelet_api import podresources
@@ -33,7 +25,7 @@ from tests.kubelet_api import podresources
 #: Two on NUMA node 1, two on none.
 CORE: dict[str, int | None] = {"c0": 1, "c1": 1, "c2": None, "c3": None}
 MEMORY: dict[str, int | None] = {"m0": None}
-ALL = [V1_19, *SUPPORTED.values()]
+ALL = SUPPORTED.values()
 
 MakeNode = Callable[..., Awaitable[tuple[SimKubelet, GooglePlugin]]]
 
@@ -70,7 +62,7 @@ async def listed(kubelet: SimKubelet) -> dict[str, list[tuple[frozenset[str], li
 # -- PodResources ------------------------------------------------------------------------------------------------------------
 
 
-@versions(*SUPPORTED.values())
+@versions(*ALL)
 async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_node: MakeNode, shape: KubeletVersion) -> None:
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.run(pod("ended", 2))
@@ -85,8 +77,7 @@ async def test_ended_and_refused_pods_are_listed_without_ids_before_1_34(make_no
 @pytest.mark.parametrize(
     ("shape", "call", "code", "text"),
     [
-        (V1_19, "List", "UNIMPLEMENTED", "unknown service v1.PodResourcesLister"),
-        (V1_19, "Get", "UNIMPLEMENTED", "unknown service v1.PodResourcesLister"),
+        (replace(V1_20, calls=frozenset()), "List", "UNIMPLEMENTED", "unknown service v1.PodResourcesLister"),
         (V1_25, "Get", "UNIMPLEMENTED", "unknown method Get for service v1.PodResourcesLister"),
         (V1_35, "Get", "UNKNOWN", "pod  in namespace  not found"),
     ],
@@ -212,14 +203,9 @@ async def test_checkpoint_and_list_have_every_id_and_its_node(make_node: MakeNod
     kubelet, _ = await make_node(CORE, MEMORY, shape=shape)
     await kubelet.admit(pod("a", 4))
     (entry,) = json.loads(kubelet.checkpoint.read_text())["Data"]["PodDeviceEntries"]
-    if shape is V1_19:
-        assert entry["DeviceIDs"] == ["c0", "c1", "c2", "c3"]
-    else:
-        assert entry["DeviceIDs"] == {"1": ["c0", "c1"], str(shape.no_node): ["c2", "c3"]}
+    assert entry["DeviceIDs"] == {"1": ["c0", "c1"], str(shape.no_node): ["c2", "c3"]}
     (ours,) = parse_kubelet_checkpoint(kubelet.checkpoint.read_bytes())
     assert set(ours.device_ids) == {"c0", "c1", "c2", "c3"}
-    if shape is V1_19:  # it has no such List
-        return
     nowhere = [] if shape.no_node < 0 else [0]
     if shape is V1_20:
         expected = [(frozenset({"c0", "c1"}), [1]), (frozenset({"c2", "c3"}), nowhere)]

@@ -99,10 +99,7 @@ def test_one_gpu() -> None:
             "resource.kubernetes.io/numaNode": {"int": 0},
         },
         "capacity": {
-            "cores": {
-                "value": "100",
-                "requestPolicy": {"default": "100", "validRange": {"min": "1", "max": "100", "step": "1"}},
-            },
+            "cores": {"value": "100", "requestPolicy": {"default": "100", "validRange": {"min": "1", "max": "100", "step": "1"}}},
             "memory": {
                 "value": "81664Mi",
                 "requestPolicy": {"default": "81664Mi", "validRange": {"min": "256Mi", "max": "81664Mi", "step": "256Mi"}},
