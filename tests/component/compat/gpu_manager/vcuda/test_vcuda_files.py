@@ -3,10 +3,9 @@
 import asyncio
 import fcntl
 import os
-import re
 import stat
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -180,29 +179,38 @@ async def test_a_strange_file_in_the_folder_stays(node: Node, backend: VcudaBack
     assert os.listdir(node.place) == ["notes"]
 
 
-async def test_a_wrong_library_is_refused(node: Node) -> None:
-    backend = node.backend(sha256="0" * 64)
-    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't start with the backend vcuda: .* has SHA-256 "):
-        await backend.start(TENANT)
-    assert not node.place.exists()
-    assert "set vcuda.library_path" in str(await node.backend(with_library=False).unavailable())
+def without_driver_files(node: Node) -> VcudaBackend:
+    node.driver_files_obstacle = "the driver's files are not mirrored: no space left on device"
+    return node.backend()
 
 
-async def test_a_library_without_the_drivers_functions_is_refused(node: Node) -> None:
-    other = build_library(node.folder, "cuMemAlloc_v2")
-    backend = node.backend(other)
-    said = f"{other} does not export cuInit, nvmlInit, so it would not limit programs"
-    assert said in str(await backend.unavailable())
-    with pytest.raises(Refusal, match=re.escape(said)):
-        await backend.start(TENANT)
-
-
-async def test_a_folder_with_too_long_a_path_is_refused(node: Node) -> None:
-    deep = Node(node.folder / ("d" * 90)).backend()
-    with pytest.raises(Refusal, match=r"a unix socket allows 107; set a shorter container\.allocation_dir"):
-        await deep.start(TENANT)
-    assert (await deep.unavailable() or "").startswith(f"no socket can be at {node.folder}")
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda node: node.backend(with_library=False), "set vcuda.library_path"),
+        (lambda node: node.backend(sha256="0" * 64), "has SHA-256 "),
+        (
+            lambda node: node.backend(build_library(node.folder, "cuMemAlloc_v2")),
+            "library.so does not export cuInit, nvmlInit, so it would not limit programs",
+        ),
+        (
+            lambda node: Node(node.folder / ("d" * 90)).backend(),
+            "a unix socket allows 107; set a shorter container.allocation_dir",
+        ),
+        (
+            without_driver_files,
+            "containers get no libcuda-control.so: the driver's files are not mirrored: no space left on device",
+        ),
+    ],
+)
+async def test_what_the_node_lacks_refuses_the_start(node: Node, make: Callable[[Node], VcudaBackend], sentence: str) -> None:
     assert await node.backend().unavailable() is None
+    lacking = make(node)
+    assert sentence in str(await lacking.unavailable())
+    with pytest.raises(Refusal, match=r"demo/resnet \(main\) can't start with the backend vcuda: ") as caught:
+        await lacking.start(TENANT)
+    assert sentence in str(caught.value)
+    assert not node.place.exists()
 
 
 @pytest.mark.parametrize("known", [{}, {"pod": TENANT.pod, "pod_uid": TENANT.pod_uid}])
@@ -218,18 +226,6 @@ async def test_a_container_that_the_kubelet_never_names_starts_and_registers(nod
     ended = await node.register()
     assert (ended.status, ended.pid in node.listed()) == (0, True)
     await backend.close()
-
-
-async def test_a_container_that_would_get_no_library_is_refused(node: Node) -> None:
-    node.driver_files_obstacle = "the driver's files are not mirrored: no space left on device"
-    backend = node.backend()
-    said = f"containers get no libcuda-control.so: {node.driver_files_obstacle}"
-    assert await backend.unavailable() == said
-    with pytest.raises(Refusal, match=rf"demo/resnet \(main\) can't start with the backend vcuda: {said}"):
-        await backend.start(TENANT)
-    assert not node.place.exists()
-    node.driver_files_obstacle = None
-    assert await backend.unavailable() is None
 
 
 async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node: Node) -> None:

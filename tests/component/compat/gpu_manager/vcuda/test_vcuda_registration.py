@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -12,7 +14,11 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from gpumgr.agent.ports import RunningContainer
+from gpumgr.common.errors import CriError
+from gpumgr.compat.gpu_manager.vcuda import registration
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
+from gpumgr.compat.gpu_manager.vcuda.registration import Peer
+from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot
 from gpumgr.ledger.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
@@ -97,6 +103,42 @@ async def test_a_process_in_no_container_is_refused(node: Node) -> None:
     outsider = await register_from(None, node)
     assert outsider.status == 255
     assert f"process {outsider.pid} is in no container" in outsider.stderr
+
+
+HIDDEN, GONE = Peer(allocation=ALLOCATION, pid=0, uid=0), Peer(allocation="0" * 16, pid=1, uid=0)
+FULL = OSError(28, "No space left on device")
+NOT_DETERMINED = "the container of process PID can't be determined: no cgroups here"
+SLOW = "the container of process PID could not be determined within 0.01 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "status", "sentence"),
+    [
+        ("peer_of", Mock(return_value=HIDDEN), "PERMISSION_DENIED", "gpumgr must run in the host's pid namespace (hostPID)"),
+        ("peer_of", Mock(return_value=GONE), "NOT_FOUND", "no container has the allocation 0000000000000000"),
+        ("_container_of", lambda _pid: asyncio.Event().wait(), "UNAVAILABLE", SLOW),
+        ("_container_of", Mock(side_effect=CriError("no cgroups here")), "UNAVAILABLE", NOT_DETERMINED),
+        (
+            "_container_of",
+            Mock(side_effect=KeyError("bug")),
+            "INTERNAL",
+            "gpumgr failed (KeyError: 'bug'); its log has the details",
+        ),
+        ("register", Mock(side_effect=FULL), "UNAVAILABLE", "can't write the container's pids.config: No space left on device"),
+    ],
+)
+async def test_what_stops_a_registration(
+    node: Node, backend: VcudaBackend, monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, status: str, sentence: str
+) -> None:
+    part: Any = {"peer_of": registration, "_container_of": backend._service, "register": ContainerSlot}[name]
+    monkeypatch.setattr(part, name, replacement)
+    monkeypatch.setattr(registration, "_CONTAINER_TIMEOUT_SECONDS", 0.01)
+    async with grpc.aio.insecure_channel(f"unix:{node.socket}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(channel).RegisterVDevice(api.VDeviceRequest(**FLAT))
+    assert (caught.value.code().name, backend.registrations) == (status, {status.lower(): 1})
+    assert caught.value.details().replace(str(os.getpid()), "PID").endswith(sentence)
+    assert node.listed() == (1,)
 
 
 async def test_names_in_the_message_do_not_change_the_registered_container(node: Node, backend: VcudaBackend) -> None:
