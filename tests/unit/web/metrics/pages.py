@@ -1,6 +1,6 @@
 """A picture as a scraper reads it: the page's text, and what a parser finds there."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
@@ -16,7 +16,7 @@ from gpumgr.ledger.node_use import TurnUse
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import PodView
 from gpumgr.settings.schema import MetricsSettings
-from gpumgr.web.metrics import Metrics
+from gpumgr.web.metrics import Clocks, Metrics
 from tests.unit.ledger.samples import container, sample
 
 from .pictures import allocation, sample_of, uuid_of, view_of, whole
@@ -29,8 +29,7 @@ def metrics_of(
     report: NodeReport | None,
     pods: Iterable[PodView] = (),
     *,
-    clock: Callable[[], float] = lambda: 110.0,
-    wall_clock: Callable[[], float] = lambda: 5000.0,
+    clocks: Clocks = (lambda: 110.0, lambda: 5000.0),
     gpu_manager_names: bool = True,
     hami_names: bool = False,
 ) -> Metrics:
@@ -39,7 +38,7 @@ def metrics_of(
         version="1",
         pods=lambda: pods,
         names=MetricsSettings(gpu_manager_names=gpu_manager_names, hami_names=hami_names),
-        clocks=(clock, wall_clock),
+        clocks=clocks,
         process=False,
     )
     if report is not None:

@@ -1,13 +1,13 @@
 """What is counted while it happens. tests/e2e/test_promtool.py has the rules for names."""
 
 import re
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 
 import gpumgr
-from gpumgr.agent.ports import Meter
-from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE, Resource
-from gpumgr.runtime.memory_limit_watcher import LimitMeter as AccountingMeter
+from gpumgr.common.units import CORE_RESOURCE, DRA_DRIVER, MEMORY_RESOURCE
 from gpumgr.web.metrics import OUTCOMES, Drift, Metrics, catalogue
 
 from .pages import families, full_picture, metrics_of
@@ -29,18 +29,53 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return found.get((f"gpumgr_{name}", frozenset(labels.items())))
 
 
-def test_calls_are_counted_by_outcome(metrics: Metrics) -> None:
+def calls(metrics: Metrics) -> None:
     metrics.called("Allocate", "core", "ok", 0.002)
     metrics.called("Allocate", "core", "no_fit", 0.001)
     metrics.called("GetPreferredAllocation", "memory", "ok", 0.2)
     metrics.called("PreStartContainer", "memory", "conflict", 0.2)
-    assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="ok") == 1
-    assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="no_fit") == 1
-    assert value(metrics, "allocate_duration_seconds_count", resource=CORE_RESOURCE) == 2
-    assert value(metrics, "allocate_duration_seconds_bucket", resource=CORE_RESOURCE, le="0.0025") == 2
-    assert value(metrics, "prefer_requests_total", resource=MEMORY_RESOURCE, outcome="ok") == 1
-    assert value(metrics, "prestart_requests_total", resource=MEMORY_RESOURCE, outcome="conflict") == 1
-    assert value(metrics, "prestart_duration_seconds_sum", resource=MEMORY_RESOURCE) == pytest.approx(0.2)
+
+
+def xids(metrics: Metrics) -> None:
+    for uuid, number in ((uuid_of(0), 79), (None, 79), (uuid_of(0), 2**40), (uuid_of(0), -1)):
+        metrics.xid(uuid, number)
+
+
+@pytest.mark.parametrize(
+    ("event", "name", "labels", "count"),
+    [
+        (calls, "allocate_requests_total", {"resource": CORE_RESOURCE, "outcome": "ok"}, 1),
+        (calls, "allocate_requests_total", {"resource": CORE_RESOURCE, "outcome": "no_fit"}, 1),
+        (calls, "allocate_duration_seconds_count", {"resource": CORE_RESOURCE}, 2),
+        (calls, "allocate_duration_seconds_bucket", {"resource": CORE_RESOURCE, "le": "0.0025"}, 2),
+        (calls, "prefer_requests_total", {"resource": MEMORY_RESOURCE, "outcome": "ok"}, 1),
+        (calls, "prestart_requests_total", {"resource": MEMORY_RESOURCE, "outcome": "conflict"}, 1),
+        (calls, "prestart_duration_seconds_sum", {"resource": MEMORY_RESOURCE}, 0.2),
+        *((lambda m, kind=kind: m.drifted(kind, 2), "ledger_drift_total", {"kind": kind}, 2) for kind in get_args(Drift)),
+        (lambda m: m.listed("core"), "listandwatch_updates_total", {"resource": CORE_RESOURCE}, 1),
+        (lambda m: m.listed("memory"), "listandwatch_updates_total", {"resource": MEMORY_RESOURCE}, 1),
+        (xids, "gpu_xid_events_total", {"gpu": uuid_of(0), "xid": "79"}, 1),
+        (xids, "gpu_xid_events_total", {"gpu": "", "xid": "79"}, 1),
+        (xids, "gpu_xid_events_total", {"gpu": uuid_of(0), "xid": "other"}, 2),
+        (Metrics.went_over, "over_limit_total", {}, 1),
+        (Metrics.evicted, "evictions_total", {}, 1),
+        (
+            lambda m: m.found("hami-core", "tampered"),
+            "enforcement_findings_total",
+            {"backend": "hami-core", "code": "tampered"},
+            1,
+        ),
+        (lambda m: m.found("a new one", "what"), "enforcement_findings_total", {"backend": "other", "code": "other"}, 1),
+        (lambda _: None, "enforcement_findings_total", {"backend": "mps", "code": "broken"}, 0),
+        (lambda m: m.lagged(0.02), "event_loop_lag_seconds_bucket", {"le": "0.025"}, 1),
+        (lambda m: m.lagged(0.02), "event_loop_lag_seconds_bucket", {"le": "0.01"}, 0),
+    ],
+)
+def test_events_are_counted(
+    metrics: Metrics, event: Callable[[Metrics], None], name: str, labels: dict[str, str], count: float
+) -> None:
+    event(metrics)
+    assert value(metrics, name, **labels) == pytest.approx(count)
 
 
 def test_all_outcomes_stand_from_the_start_and_none_is_added(metrics: Metrics) -> None:
@@ -50,14 +85,6 @@ def test_all_outcomes_stand_from_the_start_and_none_is_added(metrics: Metrics) -
     assert found == set(OUTCOMES)
     assert not [s.name for family in families(metrics).values() for s in family.samples if s.name.endswith("_created")]
     assert value(metrics, "allocate_requests_total", resource=CORE_RESOURCE, outcome="internal") == 1
-
-
-def test_drift_is_counted_by_kind(metrics: Metrics) -> None:
-    kinds: tuple[Drift, ...] = ("freed", "renamed", "adopted", "rejected")
-    meter: Meter = metrics
-    for kind in kinds:
-        meter.drifted(kind, 2)
-    assert [value(metrics, "ledger_drift_total", kind=kind) for kind in kinds] == [2.0] * 4
 
 
 def test_registrations_never_count_back(metrics: Metrics) -> None:
@@ -80,42 +107,6 @@ def test_in_mode_dra_the_driver_has_the_series_and_the_resources_have_none() -> 
     assert value(metrics, "unprepare_requests_total", resource=DRA_DRIVER, outcome="internal") == 1
     found = {s.labels["resource"] for family in families(metrics).values() for s in family.samples if "resource" in s.labels}
     assert found == {DRA_DRIVER}
-
-
-@pytest.mark.parametrize("kind", ["core", "memory"])
-def test_offered_lists_are_counted(metrics: Metrics, kind: Resource) -> None:
-    metrics.listed(kind)
-    assert value(metrics, "listandwatch_updates_total", resource=f"tencent.com/vcuda-{kind}") == 1
-
-
-def test_xids_are_counted_by_gpu_and_number(metrics: Metrics) -> None:
-    metrics.xid(uuid_of(0), 79)
-    metrics.xid(None, 79)
-    metrics.xid(uuid_of(0), 2**40)
-    metrics.xid(uuid_of(0), -1)
-    assert value(metrics, "gpu_xid_events_total", gpu=uuid_of(0), xid="79") == 1
-    assert value(metrics, "gpu_xid_events_total", gpu="", xid="79") == 1
-    assert value(metrics, "gpu_xid_events_total", gpu=uuid_of(0), xid="other") == 2
-
-
-def test_over_limit_containers_and_findings_are_counted(metrics: Metrics) -> None:
-    meter: AccountingMeter = metrics
-    meter.went_over()
-    meter.went_over()
-    metrics.evicted()
-    meter.found("hami-core", "tampered")
-    meter.found("a new one", "what a surprise")
-    assert value(metrics, "over_limit_total") == 2
-    assert value(metrics, "evictions_total") == 1
-    assert value(metrics, "enforcement_findings_total", backend="hami-core", code="tampered") == 1
-    assert value(metrics, "enforcement_findings_total", backend="mps", code="broken") == 0
-    assert value(metrics, "enforcement_findings_total", backend="other", code="other") == 1
-
-
-def test_loop_lag_is_a_histogram(metrics: Metrics) -> None:
-    metrics.lagged(0.02)
-    assert value(metrics, "event_loop_lag_seconds_bucket", le="0.025") == 1
-    assert value(metrics, "event_loop_lag_seconds_bucket", le="0.01") == 0
 
 
 def test_the_build_metric_has_the_versions() -> None:
