@@ -54,12 +54,7 @@ DIM_TEXT = """() => {
 }"""
 
 
-def document(
-    pods: Iterable[PodKey] = PODS,
-    *,
-    entries: Iterable[HistoryEntry] = (),
-    **about: Any,
-) -> Document:
+def document(pods: Iterable[PodKey] = PODS, *, entries: Iterable[HistoryEntry] = (), **about: Any) -> Document:
     """What `report(pods, **about)` becomes for the page."""
     return to_json_data(node_state(report(pods, **about), list(entries), clock=lambda: 0.4))
 

@@ -329,10 +329,7 @@ async def test_after_a_lost_ledger_our_pods_keep_their_ids_beside_gpu_managers(s
         assert await scene.held_back_by() is None
     ledger = scene.ledger
     held = {a.uid: (a.pod, a.held("core")[GPU], a.anonymous) for a in ledger.allocations.values()}
-    assert held == {
-        "u2": (("team", "ours"), (1 << 50) - 1, False),
-        "u1": (("team", "a"), ((1 << 30) - 1) << 50, True),
-    }
+    assert held == {"u2": (("team", "ours"), (1 << 50) - 1, False), "u1": (("team", "a"), ((1 << 30) - 1) << 50, True)}
     assert named(logs, "allocation_not_adopted") == []
 
 

@@ -7,14 +7,10 @@ import pytest
 from gpumgr.common.errors import InputError
 from gpumgr.compat.objects import read_documents
 
-BOMBS = {
-    "merge keys": "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{', '.join([f'*a{n}'] * 10)}]}}\n" for n in range(8)),
-    "lists": "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)),
-    "itself": "&a [*a]",
-}
+TENFOLD = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9))
 
 
-@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("text", [TENFOLD, "&a [*a]", "a: &a {x: 1}\nb: {<<: *a}"], ids=["tenfold", "itself", "a merge key"])
 def test_aliases_are_refused_before_anything_is_made_of_them(text: str) -> None:
     with pytest.raises(InputError, match=r"it has the alias \*a"):
         read_documents(text)

@@ -131,10 +131,7 @@ def test_every_key_of_hamis_configuration_is_a_setting_or_is_named(key: str) -> 
     config = read_config(objects, "gpu-7")
     found = {**config.settings, **config.replica_settings}
     if result in found:
-        assert differing({result: found[result], "node.profile": "both"}) == {
-            result: value,
-            "node.profile": "both",
-        }
+        assert differing({result: found[result], "node.profile": "both"}) == {result: value, "node.profile": "both"}
     else:
         assert any(note.startswith(result) for note in config.notes)
 
@@ -158,13 +155,7 @@ def test_profiles_of_dynamic_mig_are_those_of_all_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profiles", "names"),
-    [
-        (5, []),
-        ("1g.10gb", ["1g.10gb"]),
-        (["1g.10gb+me", "1g.10gb"], ["1g.10gb"]),
-        ([{"a": "b"}, None], []),
-    ],
+    ("profiles", "names"), [(5, []), ("1g.10gb", ["1g.10gb"]), (["1g.10gb+me", "1g.10gb"], ["1g.10gb"]), ([{"a": "b"}, None], [])]
 )
 def test_what_is_no_profile_prevents_nothing(profiles: object, names: list[str]) -> None:
     block = {"operatingMode": "mig", "migProfileAllowlist": [{"models": ["H100"], "profiles": profiles}], "memoryFactor": 0}

@@ -9,13 +9,15 @@ from msgspec.structs import replace
 from gpumgr.common.errors import SettingsError
 from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config, read_config
-from gpumgr.compat.hami.takeover import HamiState, differences, plan_take_over, running_pods
-from gpumgr.compat.objects import parse_object
+from gpumgr.compat.hami.takeover import HamiState, differences, plan_take_over, running_pods, specs
+from gpumgr.compat.objects import PodSpec, parse_object
 from gpumgr.compat.plan import Plan
 from gpumgr.kube.hami_formats import LOCK, REGISTER, RegisteredGpu, encode_register
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ids import RegisteredGpu as OwnGpu
 from gpumgr.ledger.ledger import Allocation, Ledger
+from gpumgr.placement.requests import ReplicaRequest
+from gpumgr.settings.hami_resources import ReplicaResources
 
 from .test_hami_plan import NODE, TO, commands, config_map, pod, workload
 
@@ -25,7 +27,7 @@ ALLOCATED = "hami.io/vgpu-devices-allocated"
 
 
 def node(*gpus: RegisteredGpu, **annotations: str) -> dict[str, Any]:
-    registered = gpus or (GPU, msgspec.structs.replace(GPU, uuid=B))
+    registered = gpus or (GPU, replace(GPU, uuid=B))
     return {"kind": "Node", "metadata": {"name": "gpu-7", "annotations": {REGISTER: encode_register(registered), **annotations}}}
 
 
@@ -79,6 +81,24 @@ def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None
         plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))
 
 
+@pytest.mark.parametrize(
+    ("limits", "request_"),
+    [
+        ({"gpu": "2", "gpumem": "3000", "gpucores": "30"}, ReplicaRequest(count=2, memory_mebibytes=3000, cores=30)),
+        ({"gpumem": "3k"}, ReplicaRequest(count=1, memory_mebibytes=3000)),
+        ({"gpumem-percentage": "150"}, ReplicaRequest(count=1, cores=100)),
+        ({"gpu": "1", "gpumem": "0", "gpucores": "200"}, ReplicaRequest(count=1, cores=100)),
+        ({"gpu": "1", "gpumem": "a lot"}, ReplicaRequest(count=1, cores=100)),
+        ({"gpu": "0"}, None),
+        ({"gpu": 0, "gpumem": "3000"}, None),
+        ({"rdma": "1"}, None),
+    ],
+)
+def test_requests_are_read_as_hami_reads_them(limits: dict[str, Any], request_: ReplicaRequest | None) -> None:
+    (spec,) = specs(msgspec.convert(pod("one", **limits)["spec"], type=PodSpec), ReplicaResources())
+    assert spec.replicas == request_
+
+
 @pytest.mark.parametrize("text", [
     "", ";", f"{A},NVIDIA,3000;", f"{A},NVIDIA,3000,30", f"{A},NVIDIA,-1,30:;", f"{A},NVIDIA,16Gi,30:;", f"{A},NVIDIA,99999999999,30:;",
     f"{A},NVIDIA,3000,30:{A}", "nonsense", ONE + ONE,
@@ -97,7 +117,7 @@ def test_a_list_that_can_not_be_read_or_is_of_other_containers_prevents_it(text:
         ([node(), placed("one", ONE, on="gpu-8")], {}, "team/one: HAMi's scheduler has chosen no GPUs of this node for it"),
         ([node(), placed("one", "GPU-x,NVIDIA,1,1:;")], {}, "team/one (main): HAMi has registered no GPU GPU-x on this node"),
         (
-            [node(msgspec.structs.replace(GPU, mode="mig")), placed("one", ONE)],
+            [node(replace(GPU, mode="mig")), placed("one", ONE)],
             {},
             "team/one (main): it has a MIG device of GPU-a",
         ),

@@ -51,7 +51,7 @@ class Driver:
                 "libcuda": compile_library(folder / "cuda.so", CUDA, "libcuda.so.1"),
                 "libnvidia-ml": compile_library(folder / "ml.so", ML, "libnvidia-ml.so.1"),
                 "libnvidia-ptxjitcompiler": compile_library(folder / "ptx.so", PTX, "libnvidia-ptxjitcompiler.so.1"),
-            },
+            }
         }
         self.libraries[NEXT_DRIVER] = self.libraries[DRIVER] | {
             "libcuda": compile_library(folder / "next.so", NEXT_CUDA, "libcuda.so.1")

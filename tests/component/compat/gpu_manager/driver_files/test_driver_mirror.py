@@ -74,12 +74,7 @@ async def test_the_root_with_the_loaded_drivers_libraries_counts(
     mirror: Mirror, tmp_path: Path, root: Path, driver: Driver
 ) -> None:
     driver.install(tmp_path / "old", NEXT_DRIVER)
-    files = await mirror(
-        driver_roots=(
-            tmp_path / "old",
-            root,
-        )
-    ).ensure()
+    files = await mirror(driver_roots=(tmp_path / "old", root)).ensure()
     assert call_who(share_of(files) / "lib64", f"libcuda.so.{DRIVER}") == [CUDA]
     with pytest.raises(DriverFilesError, match=rf"libcuda\.so\.{DRIVER} for {MACHINE}.*there is .*libcuda\.so\.{NEXT_DRIVER}"):
         await mirror(driver_roots=(tmp_path / "old",)).ensure()

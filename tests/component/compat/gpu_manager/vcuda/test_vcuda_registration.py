@@ -19,6 +19,7 @@ from gpumgr.compat.gpu_manager.vcuda import registration
 from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.registration import Peer
 from gpumgr.compat.gpu_manager.vcuda.slot import ContainerSlot
+from gpumgr.enforcement.container_processes import has_mounted
 from gpumgr.ledger.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Ended, Node, api, run, stub
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
@@ -227,3 +228,25 @@ async def test_an_image_with_a_newer_cuda_is_reported(node: Node, backend: Vcuda
     assert await backend.observe([running]) == [finding]
     await backend.cleanup(ALLOCATION)
     assert await backend.observe([running]) == ()
+
+
+#: A container's, shortened: the folder lies on the root's file system; another mount bears the name in its source only.
+MOUNTS = f"""\
+22 1 0:30 / / rw - overlay overlay rw,lowerdir=/a
+23 22 254:1 /etc/gpu-manager/vm/{{name}} /etc/vcuda ro,relatime shared:1 - ext4 /dev/vda1 rw
+24 22 0:40 / /x rw - tmpfs {ALLOCATION} rw
+25 22
+"""
+
+
+def test_the_mounts_name_the_folder(tmp_path: Path) -> None:
+    tables = {
+        7: MOUNTS.format(name=ALLOCATION),
+        8: MOUNTS.format(name="0" * 16),
+        9: MOUNTS.format(name=f"{ALLOCATION}/below"),
+        10: "",
+    }
+    for pid, table in tables.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "mountinfo").write_text(table)
+    assert [pid for pid in (*tables, 11) if has_mounted(pid, ALLOCATION, tmp_path)] == [7]

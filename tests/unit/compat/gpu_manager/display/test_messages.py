@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr._pb.display import GraphResponse, UsageResponse
@@ -164,29 +162,3 @@ def test_hostile_names_are_encoded_safely(word: str) -> None:
     assert [pod.get(name, "") for name in ("project", "user", "cluster")] == [word] * 3
     assert pod["stat"].keys() == {word or "a"}
     assert as_json(display.GraphResponse.FromString(answer(GraphResponse, graph_message(word)))).get("graph", "") == word
-
-
-NAMES = st.text(max_size=5)
-KEYS = st.text(min_size=1, max_size=5)
-NUMBERS = st.integers(0, 1 << 20).map(float) | st.sampled_from((0.25, 1.5, 99.5))
-
-
-def filled(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries(fields).map(lambda message: {name: value for name, value in message.items() if value})
-
-
-DEVICE = filled(
-    id=NAMES, card_idx=NAMES, gpu=NUMBERS, mem=NUMBERS, pids=st.lists(st.integers(0, 2**31 - 1), max_size=3), device_mem=NUMBERS
-)
-POD = filled(
-    stat=st.dictionaries(KEYS, st.fixed_dictionaries({"dev": st.lists(DEVICE, min_size=1, max_size=3)}), max_size=3),
-    project=NAMES,
-    user=NAMES,
-    cluster=NAMES,
-    spec=st.dictionaries(KEYS, filled(gpu=NUMBERS, mem=NUMBERS), max_size=3),
-)
-
-
-@given(st.dictionaries(KEYS, POD, min_size=1, max_size=3))
-def test_every_usage_goes_through_protobuf_unchanged(usage: dict[str, Any]) -> None:
-    assert read(answer(UsageResponse, {"usage": usage})) == {"usage": usage}

@@ -8,12 +8,7 @@ MACHINES = {"x86-64": (62, 64), "x32": (62, 32), "i386": (3, 32), "aarch64": (18
 
 
 def elf(
-    machine: str = "x86-64",
-    *,
-    soname: str | None = None,
-    needed: Sequence[str] = (),
-    order: str = "<",
-    kind: int = 3,
+    machine: str = "x86-64", *, soname: str | None = None, needed: Sequence[str] = (), order: str = "<", kind: int = 3
 ) -> bytes:
     """Header, two program headers (load, dynamic), names, dynamic section; loaded at address 0x1000."""
     number, bits = MACHINES[machine]

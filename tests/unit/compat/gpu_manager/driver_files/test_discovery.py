@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.common.errors import DriverFilesError
 from gpumgr.compat.gpu_manager.driver_files.discovery import CacheEntry, parse_cache, resolve
 from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version, versions_in_use
-from gpumgr.compat.gpu_manager.driver_files.volumes import version_of
 
 TEXT = """12 libs found in cache `/etc/ld.so.cache'
 \tlibcuda.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libcuda.so.1
@@ -71,20 +69,6 @@ def test_of_the_kernel_module(text: str, version: str | None) -> None:
     assert parse_proc_version(text) == version
 
 
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [
-        ("libcuda.so.470.82.01", "470.82.01"),
-        ("libcuda.so.418.67", "418.67"),
-        ("libcuda.so.1", None),
-        ("libcuda.so", None),
-        ("libcuda.so.1.backup", None),
-    ],
-)
-def test_of_a_library(name: str, version: str | None) -> None:
-    assert version_of(name) == version
-
-
 LINES = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 90 22 254:0 /etc/gpu-manager/vdriver/.versions/aa11/nvidia /usr/local/nvidia ro,relatime master:1 - ext4 /dev/vda rw
 91 22 254:1 /@/vdriver/.versions/bb22.damaged/origin//deleted /usr/local/nvidia ro - btrfs /dev/vdb rw
@@ -108,10 +92,3 @@ def test_all_processes_are_read_even_if_one_ends(tmp_path: Path) -> None:
     (tmp_path / "10").mkdir()
     (tmp_path / "sys").mkdir()
     assert versions_in_use(tmp_path) == {"aa11", "bb22.damaged", "dd44"}
-
-
-def test_a_process_that_hides_its_mounts_is_an_error(tmp_path: Path) -> None:
-    process(tmp_path, 1, "mnt:[1]", None)
-    (tmp_path / "1" / "mountinfo").mkdir()
-    with pytest.raises(DriverFilesError, match="1/mountinfo: Is a directory; the agent must run as root"):
-        versions_in_use(tmp_path)
