@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Locator, Page, expect
 
 from gpumgr.agent.api import to_json_data
 from gpumgr.ledger.history import HistoryEntry
@@ -61,6 +61,11 @@ def document(pods: Iterable[PodKey] = PODS, *, entries: Iterable[HistoryEntry] =
 
 def refusal(number: int = 1, pod: PodKey = ("team", "late"), why: str = "no GPU has 60 cores free") -> HistoryEntry:
     return HistoryEntry(number=number, at=NOW - 60, what="refused", id="c", pod=pod, kind="core", size=60, why=why, code="no_fit")
+
+
+async def shows(place: Locator, *texts: str) -> None:
+    for text in texts:
+        await expect(place).to_contain_text(text)
 
 
 async def rows(page: Page) -> list[list[str]]:

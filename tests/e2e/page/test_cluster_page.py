@@ -21,7 +21,7 @@ from gpumgr.settings.schema import HttpSettings
 from gpumgr.web.http_server import PageServer
 from tests.e2e.browser import visit
 
-from .documents import DIM_TEXT
+from .documents import DIM_TEXT, shows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -229,5 +229,4 @@ async def test_a_scheduler_that_does_not_answer_is_reported(browser: Browser, ma
         page = await loaded(seen.page)
         await page.route("**/api/cluster*", lambda route: route.fulfill(status=503, json={"error": "not now"}))
         await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        await expect(page.locator("#live")).to_contain_text("stale")
-        await expect(page.locator("#live")).to_contain_text("not now")
+        await shows(page.locator("#live"), "stale", "not now")

@@ -18,7 +18,7 @@ from tests.e2e.browser import Stage, visit
 from tests.node_reports import NOW, report
 from tests.unit.web.metrics.pictures import name_of, uuid_of, whole
 
-from .documents import document, opened, refusal, rows
+from .documents import document, opened, refusal, rows, shows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -29,13 +29,16 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(page.locator("#verdict")).to_have_text("Ready")
         await expect(page.locator("#live")).to_have_text("live")
         card = page.locator(f"#gpu-{name_of(1)}")
-        await expect(card).to_contain_text("GPU1")
-        await expect(card).to_contain_text("team/web")
-        await expect(card).to_contain_text("9 of 100 granted, 25 used")
-        await expect(card).to_contain_text("5 of 9 cores, 4.5 of 4.0 GiB")
-        await expect(card).to_contain_text("over its memory")
-        await expect(card).to_contain_text("Limits: memory hard (nvml-memory), cores soft (limiter)")
-        await expect(card).to_contain_text("40 °C")
+        await shows(
+            card,
+            "GPU1",
+            "team/web",
+            "9 of 100 granted, 25 used",
+            "5 of 9 cores, 4.5 of 4.0 GiB",
+            "over its memory",
+            "Limits: memory hard (nvml-memory), cores soft (limiter)",
+            "40 °C",
+        )
         await expect(
             card.get_by_role("img", name="Memory of GPU1: 4.0 of 80 GiB granted, 30 used; held by team/web (main)")
         ).to_be_visible()
@@ -44,15 +47,8 @@ async def test_the_page_shows_placements_and_problems(browser: Browser, stage: S
         await expect(problems.filter(has_text="refused")).to_contain_text("team/late 60 s ago: no GPU has 60 cores free")
         await expect(problems.filter(has_text="over limit").last).to_contain_text("has 4.0 GiB on GPU1, uses 4.5 GiB")
         await expect(page.locator("#feed li.refused")).to_contain_text("60 cores, no_fit")
-        health = page.locator("#health")
-        for fact in (
-            "550.54.15, CUDA 12.4",
-            "0.4 s ago",
-            "2 waiting, 0 dropped",
-            "GPU 0-7: memory hard (nvml-memory), cores soft (limiter)",
-            "registered",
-        ):
-            await expect(health).to_contain_text(fact)
+        limits = "GPU 0-7: memory hard (nvml-memory), cores soft (limiter)"
+        await shows(page.locator("#health"), "550.54.15, CUDA 12.4", "0.4 s ago", "2 waiting, 0 dropped", limits, "registered")
         whole = (await rows(page))[-2]
         assert whole[:9] == ["team/train", "main", "GPU0", "whole", "5", "", "", "80.0 GiB", "4.5 GiB"]
 
@@ -66,8 +62,7 @@ async def test_a_burst_shows_its_limit_and_the_gpu_by_how_much_limits_exceed_it(
         gpu["limits_excess_bytes"] = 2 << 30 if gpu["name"] == name_of(1) else 0
     async with opened(browser, stage, shown) as page:
         card = page.locator(f"#gpu-{name_of(1)}")
-        await expect(card).to_contain_text("4.5 of 4.0 GiB (up to 6.0)")
-        await expect(card).to_contain_text("used; limits exceed it by 2.0 GiB")
+        await shows(card, "4.5 of 4.0 GiB (up to 6.0)", "used; limits exceed it by 2.0 GiB")
         await expect(page.locator(f"#gpu-{name_of(0)}")).not_to_contain_text("exceed")
         await expect(page.locator("#problems li").filter(has_text="over limit").last).to_contain_text("has 6.0 GiB on GPU1")
 
@@ -83,9 +78,12 @@ async def test_a_value_that_is_not_known_is_shown_as_unknown_and_never_as_0(brow
         web = (await rows(page))[-1]
         assert (web[0], web[4:6], web[7:10]) == ("team/web", ["unknown", ""], ["unknown"] * 3)
         card = page.locator(f"#gpu-{name_of(1)}")
-        await expect(card).to_contain_text("9 of 100 granted, use unknown")
-        await expect(card).to_contain_text("size unknown, use unknown")
-        await expect(card).to_contain_text("unknown use of 9 cores, unknown use of unknown memory")
+        await shows(
+            card,
+            "9 of 100 granted, use unknown",
+            "size unknown, use unknown",
+            "unknown use of 9 cores, unknown use of unknown memory",
+        )
         for unit in ("°C", " W", "% busy"):
             await expect(card).not_to_contain_text(unit)
         await expect(card.locator(".seg.unknown")).to_have_count(2)
@@ -148,8 +146,11 @@ async def test_an_unreadable_gpu_is_listed_once(browser: Browser, stage: Stage) 
     async with opened(browser, stage, document(gone=5, unreadable={5: "GPU is lost"})) as page:
         broken = page.locator("#problems li.bad")
         await expect(broken).to_have_count(1)
-        await expect(broken).to_contain_text(f"GPU {name_of(5)} the driver does not list it")
-        await expect(broken).to_contain_text("perhaps the driver lists it without a UUID: index 5 (GPU is lost)")
+        await shows(
+            broken,
+            f"GPU {name_of(5)} the driver does not list it",
+            "perhaps the driver lists it without a UUID: index 5 (GPU is lost)",
+        )
         await expect(page).to_have_title("(1) node-1 · gpumgr")
         stage.show(document(unreadable={8: "GPU is lost"}, at=NOW + 1))  # it was never met
         await expect(broken).to_have_text(re.compile("GPU at index 8 GPU is lost$"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from playwright.async_api import Browser, Page, expect
 
 from gpumgr.agent.api import to_json_data
@@ -13,11 +14,12 @@ from tests.e2e.browser import Stage, visit
 from tests.node_reports import NOW, PODS, report
 from tests.unit.web.metrics.pictures import name_of
 
-from .documents import DIM_TEXT, HOSTILE, document, loaded, opened, refusal
+from .documents import DIM_TEXT, HOSTILE, document, loaded, opened, refusal, shows
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 LATE: PodKey = ("team", "late")
+WEB: PodKey = ("team", "web")
 
 
 def refused() -> HistoryEntry:
@@ -28,19 +30,7 @@ def refused() -> HistoryEntry:
         )
         for n in range(3)
     )
-    return HistoryEntry(
-        number=7,
-        at=NOW - 60,
-        what="refused",
-        id="c",
-        pod=LATE,
-        container="main",
-        kind="core",
-        size=60,
-        why="no GPU has 60 cores free",
-        code="no_fit",
-        candidates=room,
-    )
+    return replace(refusal(7, LATE), container="main", candidates=room)
 
 
 def told(
@@ -60,32 +50,15 @@ def told(
 
 
 async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> None:
-    stage.remember(
-        told(
-            ("team", "web"),
-            HistoryEntry(
-                number=3,
-                at=NOW - 60,
-                what="granted",
-                id="1",
-                pod=("team", "web"),
-                container="main",
-                gpus=(name_of(1),),
-                kind="core",
-                size=9,
-                why="the least free room that fits",
-            ),
-        )
-    )
+    granted = replace(refusal(3, WEB, why="the least free room that fits"), what="granted", size=9, gpus=(name_of(1),), code="")
+    stage.remember(told(WEB, granted))
     async with visit(browser, stage.url) as seen:
         page = await loaded(seen)
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         dialog = page.get_by_role("dialog", name="team/web")
         await expect(dialog).to_be_visible()
-        for fact in ("PodRunning", "Requestsmain: 9 cores, 16 memory blocks", "UIDuid-1"):
-            await expect(dialog.locator("dl")).to_contain_text(fact)
-        await expect(dialog.locator("ul.feed li")).to_contain_text("5 of 9 cores, 2.0 of 4.0 GiB; limited by mps")
-        await expect(dialog.locator("ul.feed li")).to_contain_text("GPU1")
+        await shows(dialog.locator("dl"), "PodRunning", "Requestsmain: 9 cores, 16 memory blocks", "UIDuid-1")
+        await shows(dialog.locator("ul.feed li"), "5 of 9 cores, 2.0 of 4.0 GiB; limited by mps", "GPU1")
         await expect(dialog.locator("ol li")).to_contain_text("9 cores on GPU1")
         await expect(dialog.get_by_role("link", name="Details as JSON")).to_have_attribute("href", "api/pods/team/web")
         await expect(dialog).to_contain_text("As of ")
@@ -96,7 +69,7 @@ async def test_a_pods_name_opens_its_details(browser: Browser, stage: Stage) -> 
 
 
 async def test_details_have_the_turns_of_the_limiter(browser: Browser, stage: Stage) -> None:
-    limited = told(("team", "web"))
+    limited = told(WEB)
     limited["allocations"][0].update(held_ratio=0.238, waited_ratio=0.61, mechanisms=["limiter"])
     stage.remember(limited)
     async with opened(browser, stage) as page:
@@ -112,8 +85,7 @@ async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser
         dialog = page.get_by_role("dialog", name="team/late")
         for place in ("#problems", "#feed"):
             await page.locator(place).get_by_role("link", name="team/late").click()
-            await expect(dialog).to_contain_text("Failed: UnexpectedAdmissionError: Allocate failed")
-            await expect(dialog).to_contain_text("No GPU now.")
+            await shows(dialog, "Failed: UnexpectedAdmissionError: Allocate failed", "No GPU now.")
             await expect(dialog.locator("ol > li.refused")).to_contain_text("no GPU has 60 cores free")
             await dialog.get_by_text("What was free on 3 GPUs").click()
             gpus = dialog.locator("details li")
@@ -125,7 +97,7 @@ async def test_details_of_a_refusal_list_what_each_gpu_had_free(browser: Browser
 
 
 async def test_details_open_and_close_by_keyboard(browser: Browser, stage: Stage) -> None:
-    stage.remember(told(("team", "web")))
+    stage.remember(told(WEB))
     async with opened(browser, stage) as page:
         link = page.locator("#rows").get_by_role("link", name="team/web")
         await expect(link).to_have_attribute("aria-haspopup", "dialog")
@@ -142,7 +114,7 @@ async def test_details_open_and_close_by_keyboard(browser: Browser, stage: Stage
 
 
 async def test_a_late_response_does_not_replace_later_details(browser: Browser, stage: Stage) -> None:
-    stage.remember(told(("team", "web")), told(("team", "train")))
+    stage.remember(told(WEB), told(("team", "train")))
     late = """const ask = window.fetch;
         window.fetch = (address, ...how) => String(address).endsWith("team/train")
             ? new Promise((go) => { window.answer = () => go(ask(address, ...how)); })
@@ -168,7 +140,7 @@ async def answer_at_last(page: Page) -> None:
 
 
 async def test_a_new_tab_shows_the_json(browser: Browser, stage: Stage) -> None:
-    stage.remember(told(("team", "web")))
+    stage.remember(told(WEB))
     async with opened(browser, stage) as page:
         async with page.context.expect_page() as tab:
             await page.locator("#rows").get_by_role("link", name="team/web").click(modifiers=["ControlOrMeta"])
@@ -203,7 +175,7 @@ async def test_hostile_names_are_text_in_the_details(browser: Browser, stage: St
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_details_have_enough_contrast(browser: Browser, stage: Stage, scheme: str) -> None:
-    stage.remember(told(("team", "web"), refused()))
+    stage.remember(told(WEB, refused()))
     async with opened(browser, stage, color_scheme=scheme) as page:
         await page.locator("#rows").get_by_role("link", name="team/web").click()
         await expect(page.get_by_role("dialog", name="team/web")).to_be_visible()
