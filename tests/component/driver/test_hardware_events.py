@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -22,9 +23,10 @@ Told = tuple[str | None, tuple[str, ...], str]
 
 
 class EventNode:
-    def __init__(self, device_root: Path | None = None, *, node: NodeSnapshot = NODE) -> None:
-        self.world = World(node)
-        self._device_root = device_root
+    """`device_root`: the folder of device nodes; None: the GPUs are simulated ones, which need none."""
+
+    def __init__(self, device_root: Path | None = None) -> None:
+        self.world, self._device_root = World(NODE), device_root
         self.hardware_events = self._listen()
 
     def _listen(self) -> HardwareEvents:
@@ -33,8 +35,8 @@ class EventNode:
             HostProcesses(),
             device_root=str(self._device_root or "/dev"),
             simulated=self._device_root is None,
-            before_snapshot=self._ignore,
-            on_sample=self._ignore,
+            before_snapshot=AsyncMock(),
+            on_sample=AsyncMock(),
         )
 
     async def restart(self, health: Mapping[str, GpuHealth], node: NodeSnapshot = NODE) -> None:
@@ -43,9 +45,6 @@ class EventNode:
         self.hardware_events = self._listen()
         await self.hardware_events.health_changed(health)
         await self.hardware_events.snapshot_taken(node)
-
-    async def _ignore(self, _what: NodeSnapshot | NodeSample, _started: Mapping[int, int] | None = None) -> None:
-        pass
 
     async def turn(
         self, state: State, reason: Reason | None = None, message: str = "", *, uuid: str = ONE, cordon_reason: str | None = None
@@ -58,6 +57,11 @@ class EventNode:
     def told(self) -> list[Told]:
         entries = self.world.agent_state.history.entries()
         return [(entry.code, entry.gpus, entry.why) for entry in entries if entry.what == "gpu"]
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        state = self.world.agent_state
+        return state.inventory.failures(state.ledger.gpu_registry)
 
 
 async def started(device_root: Path | None = None) -> EventNode:
@@ -81,6 +85,16 @@ async def test_a_snapshot_is_one_list_with_the_health_of_its_gpus(tmp_path: Path
     node.world.device_lists.update = update  # type: ignore[method-assign, assignment]
     await node.hardware_events.snapshot_taken(NODE)
     assert healthy == [[100, 0]]
+
+
+async def test_a_gpu_without_its_device_node_is_closed_with_the_reason_until_the_node_is_back(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    node = await started(tmp_path)
+    why = f"its device node {tmp_path}/nvidia1 is missing: run `nvidia-modprobe -c 1` or restart nvidia-persistenced"
+    assert (node.failures, node.told) == ({"00000001": why}, [("unhealthy", ("00000001",), why)])
+    (tmp_path / "nvidia1").touch()
+    await node.hardware_events.sample_taken(NodeSample())
+    assert (node.failures, node.told[1:]) == ({}, [BACK])
 
 
 BACK = ("back", ("00000001",), "it is healthy again and takes pods")
@@ -122,12 +136,10 @@ async def test_a_cordon_is_no_health_event_and_hides_none() -> None:
     assert node.told == []
     await node.turn("unhealthy", "xid", "XID 79")
     await node.turn("unhealthy", "xid", "XID 79", cordon_reason="swap the GPU")
-    inventory, gpu = node.world.agent_state.inventory, node.world.agent_state.ledger.gpu_registry.by_uuid[ONE]
-    assert inventory.failures(node.world.agent_state.ledger.gpu_registry) == {gpu.name: "XID 79"}
+    assert node.failures == {"00000001": "XID 79"}
     await node.turn("healthy", cordon_reason="swap the GPU")
-    assert node.world.agent_state.inventory.unschedulable_reasons(node.world.agent_state.ledger.gpu_registry) == {
-        gpu.name: "swap the GPU"
-    }
+    state = node.world.agent_state
+    assert state.inventory.unschedulable_reasons(state.ledger.gpu_registry) == {"00000001": "swap the GPU"}
     assert [code for code, _, _ in node.told] == ["unhealthy"]
     await node.turn("probation", "operator", "uncordoned by the operator")
     await node.turn("healthy")

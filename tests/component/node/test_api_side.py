@@ -28,7 +28,7 @@ from gpumgr.settings.schema import (
     NodeSettings,
 )
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
-from tests.background import background
+from tests.background import background, until
 from tests.cluster_api import ClusterApiServer
 from tests.component.stage.stage import MemoryCheckpoint
 
@@ -94,10 +94,8 @@ async def test_pods_that_can_not_be_read_get_events_as_the_settings_in_force_say
         for number, (name, write_events) in enumerate((("a", True), ("b", False), ("c", True)), start=1):
             side.apply(KubernetesSettings(write_events=write_events, describe_node=False))
             sim.put_document(unreadable(name))
-            while getattr(side.pods, "unreadable", 0) < number:  # noqa: ASYNC110 (the cache has no event for that)
-                await asyncio.sleep(0.01)
-        while len(sim.written.events) < 2:  # noqa: ASYNC110 (the simulated API server has no event)
-            await asyncio.sleep(0.01)
+            await until(lambda number=number: getattr(side.pods, "unreadable", 0) == number)  # type: ignore[misc]
+        await until(lambda: len(sim.written.events) == 2)
     assert sorted(each["involvedObject"]["name"] for each in sim.written.events.values()) == ["a", "c"]
 
 
@@ -157,10 +155,8 @@ async def test_every_listener_learns_of_the_pods_that_are_known_before_the_start
     sim.put_document(failed("h", {"nvidia.com/gpu": "1", "nvidia.com/gpumem": "1000"}, annotations=annotations, **grace))
     async with started(sim, tmp_path, pods_known=pods_known, profile="both"), asyncio.timeout(30):
         assert await ended.get() == "h"
-        while (  # noqa: ASYNC110 (the simulated API server has no event)
-            "hami.io/mutex.lock" in sim.written.annotations or sim.annotations("h")["hami.io/bind-phase"] != "failed"
-        ):
-            await asyncio.sleep(0.01)
+        await until(lambda: "hami.io/mutex.lock" not in sim.written.annotations)
+        await until(lambda: sim.annotations("h")["hami.io/bind-phase"] == "failed")
 
 
 async def test_the_pods_on_drained_gpus_are_looked_up_again_and_again(

@@ -5,13 +5,12 @@ import contextlib
 import os
 import socket
 import sqlite3
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
-from urllib.error import HTTPError
 
+import aiohttp
 import pytest
 
 from gpumgr.agent.claims import NodeClaims
@@ -65,24 +64,34 @@ def settings_of(folder: Path, *, mode: Any = "dra", instance: str | None = "new"
     )
 
 
-def answer(settings: Settings, path: str) -> tuple[int, str]:
+async def answer(settings: Settings, path: str) -> tuple[int, str]:
     """Status (0: no agent listens) and text."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{settings.http.port}{path}", timeout=30) as response:
-            return int(response.status), response.read().decode()
-    except HTTPError as error:
-        return error.code, error.read().decode()
-    except OSError:
-        return 0, ""
+    url = f"http://127.0.0.1:{settings.http.port}{path}"
+    with contextlib.suppress(aiohttp.ClientConnectionError):
+        async with aiohttp.ClientSession() as http, http.get(url) as response:
+            return response.status, await response.text()
+    return 0, ""
 
 
-def status(settings: Settings, path: str) -> int:
-    return answer(settings, path)[0]
+async def status(settings: Settings, path: str) -> int:
+    return (await answer(settings, path))[0]
 
 
-async def when(condition: Callable[[], bool]) -> None:
-    while not await asyncio.to_thread(condition):  # noqa: ASYNC110
+async def until_status(settings: Settings, path: str, expected: int) -> None:
+    while await status(settings, path) != expected:  # noqa: ASYNC110 (an agent's server has no event)
         await asyncio.sleep(0.01)
+
+
+async def until_said(settings: Settings, path: str, text: str) -> None:
+    while text not in (await answer(settings, path))[1]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def first_agent(settings: Settings) -> contextlib.ExitStack:
+    """Holds the node until it is closed."""
+    held = contextlib.ExitStack()
+    held.enter_context(lock_node(settings.process.lock_path))
+    return held
 
 
 @asynccontextmanager
@@ -132,22 +141,21 @@ async def test_the_second_agent_is_registered_and_ready_and_its_calls_wait_for_t
     former, name = (socket_paths(*folders, instance)[1].name for instance in ("old", "new"))
     async with linked(folder, instance="old") as old:
         await old.kubelet.register(former)
-        first = lock_node(settings.process.lock_path)
-        first.__enter__()
+        first = first_agent(settings)
         assert not old.link.has_other_instance()
         async with second(settings, asyncio.Event()) as (driver, held):
-            await when(lambda: status(settings, "/healthz") == 200)
-            assert await asyncio.to_thread(status, settings, "/readyz") == 503
+            await until_status(settings, "/healthz", 200)
+            assert await status(settings, "/readyz") == 503
             kubelet = StubKubelet(folder)
             channel = await kubelet.register(name)
-            await when(lambda: status(settings, "/readyz") == 200)
+            await until_status(settings, "/readyz", 200)
             assert await asyncio.to_thread(old.link.has_other_instance)
             call = asyncio.ensure_future(Caller(channel).prepare(claim("a")))
             await old.link.stop(0)
             assert not held.done()
-            first.__exit__(None, None, None)
+            first.close()
             assert await held
-            await when(lambda: status(settings, "/healthz") == 0)
+            await until_status(settings, "/healthz", 0)
             assert not call.done()
             assert driver.link.state.registered
             assert name in kubelet.sockets()
@@ -167,12 +175,11 @@ async def test_beside_pods_of_the_device_plugin_the_second_agent_is_ready_and_re
     settings, kubelet = settings_of(folder), StubKubelet(folder)
     checkpoint = SqliteCheckpoint.open(settings.checkpoint.dir)
     await checkpoint.save(Ledger().occupy(Allocation(id="a", pod=("team", "by-plugin"), container="main")).since(Ledger()))
-    first = lock_node(settings.process.lock_path)
-    first.__enter__()
+    first = first_agent(settings)
     async with second(settings, asyncio.Event()) as (driver, held):
-        await when(lambda: status(settings, "/readyz") == 200)
+        await until_status(settings, "/readyz", 200)
         assert kubelet.sockets() == []
-        first.__exit__(None, None, None)
+        first.close()
         assert await held
         assert kubelet.sockets() == []
         assert not driver.link.state.registered
@@ -188,26 +195,25 @@ async def test_a_second_agent_that_is_stopped_leaves_nothing(folder: Path) -> No
             stop.set()
             assert await held is False
             assert kubelet.sockets() == []
-            assert await asyncio.to_thread(status, settings, "/healthz") == 0
+            assert await status(settings, "/healthz") == 0
     async with second(settings, asyncio.Event()) as (_driver, held):
         assert await held
 
 
 async def test_in_mode_plugin_the_second_agent_is_ready_and_names_the_agent_that_it_waits_for(folder: Path) -> None:
     settings = settings_of(folder, mode="plugin")
-    first = lock_node(settings.process.lock_path)
-    first.__enter__()
+    first = first_agent(settings)
     async with second(settings, asyncio.Event()) as (_driver, held):
-        await when(lambda: status(settings, "/readyz") == 200)
-        assert await asyncio.to_thread(status, settings, "/readyz?only=driver") == 200
+        await until_status(settings, "/readyz", 200)
+        assert await status(settings, "/readyz?only=driver") == 200
         for path in ("/", "/api/state"):
-            code, text = await asyncio.to_thread(answer, settings, path)
+            code, text = await answer(settings, path)
             assert code == 503
             assert f"waits until the agent with PID {os.getpid()} has ended" in text
-        assert "gpumgr_waits_for_agent 1\n" in (await asyncio.to_thread(answer, settings, "/metrics"))[1]
+        assert "gpumgr_waits_for_agent 1\n" in (await answer(settings, "/metrics"))[1]
         assert not settings.checkpoint.dir.exists()
         assert not held.done()
-        first.__exit__(None, None, None)
+        first.close()
         assert await held
 
 
@@ -218,9 +224,9 @@ async def test_a_second_agent_beside_a_systemd_service_is_not_ready(folder: Path
     with lock_node(settings.process.lock_path):
         monkeypatch.delenv("NOTIFY_SOCKET")
         async with second(settings, stop) as (_driver, held):
-            await when(lambda: f"PID {os.getpid()} (systemd) has ended; stop it by" in answer(settings, "/readyz")[1])
-            assert await asyncio.to_thread(status, settings, "/readyz") == 503
-            assert await asyncio.to_thread(status, settings, "/healthz") == 200
+            await until_said(settings, "/readyz", f"PID {os.getpid()} (systemd) has ended; stop it by")
+            assert await status(settings, "/readyz") == 503
+            assert await status(settings, "/healthz") == 200
             stop.set()
             assert await held is False
 
@@ -230,12 +236,12 @@ async def test_an_agent_without_driver_is_not_ready_so_that_the_former_one_stays
     node.control.unload_driver()
     with lock_node(settings.process.lock_path):
         async with second(settings, (stop := asyncio.Event()), node) as (_driver, held):
-            await when(lambda: status(settings, "/healthz") == 200)
+            await until_status(settings, "/healthz", 200)
             for path in ("/readyz", "/readyz?only=driver"):
-                await when(lambda path=path: "driver is not loaded" in answer(settings, path)[1])  # type: ignore[misc]
-                assert await asyncio.to_thread(status, settings, path) == 503
+                await until_said(settings, path, "driver is not loaded")
+                assert await status(settings, path) == 503
             node.control.load_driver()
-            await when(lambda: status(settings, "/readyz") == 200)
+            await until_status(settings, "/readyz", 200)
             stop.set()
             assert await held is False
 
@@ -254,15 +260,15 @@ async def test_an_agent_that_is_older_than_the_checkpoint_ends_so_that_the_newer
 
 async def test_of_two_agents_that_wait_one_takes_the_node_and_the_other_waits_for_it(folder: Path) -> None:
     settings, other = settings_of(folder, mode="plugin"), settings_of(folder, mode="plugin", instance="newer")
-    first = lock_node(settings.process.lock_path)
-    first.__enter__()
+    first = first_agent(settings)
     stop = asyncio.Event()
     async with second(settings, stop) as (_, one), second(other, stop) as (_, two):
-        await when(lambda: status(settings, "/readyz") == 200 == status(other, "/readyz"))
-        first.__exit__(None, None, None)
+        for each in (settings, other):
+            await until_status(each, "/readyz", 200)
+        first.close()
         await asyncio.wait({one, two}, return_when=asyncio.FIRST_COMPLETED)
         assert one.done() != two.done()
         waiting = other if one.done() else settings
-        assert await asyncio.to_thread(status, waiting, "/readyz") == 200
+        assert await status(waiting, "/readyz") == 200
         stop.set()
         assert sorted([await one, await two]) == [False, True]

@@ -1,9 +1,10 @@
 """A node in a temporary folder: cgroup trees and a /proc with just the files that are read, and a runtime on a real socket."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,53 +106,53 @@ class Runtime:
 
     def __mapping__(self) -> dict[str, Handler]:
         calls = {
-            "Version": self._version,
-            "ListPodSandbox": self._sandboxes,
-            "ListContainers": self._list,
-            "ContainerStatus": self._status,
-            "Status": self._runtimes,
+            "Version": (cri.VersionRequest, self._version),
+            "ListPodSandbox": (cri.ListPodSandboxRequest, self._sandboxes),
+            "ListContainers": (cri.ListContainersRequest, self._list),
+            "ContainerStatus": (cri.ContainerStatusRequest, self._status),
+            "Status": (cri.StatusRequest, self._runtimes),
         }
         return {
-            f"/runtime.v1.RuntimeService/{name}": Handler(call, Cardinality.UNARY_UNARY, bytes, bytes)
+            f"/runtime.v1.RuntimeService/{name}": Handler(partial(_answer, *call), Cardinality.UNARY_UNARY, bytes, bytes)
             for name, call in calls.items()
         }
 
-    async def _version(self, stream: Any) -> None:
-        cri.VersionRequest.FromString(await stream.recv_message())
-        answer = cri.VersionResponse(
-            version="0.1.0", runtime_name="containerd", runtime_version="1.6.20", runtime_api_version="v1"
-        )
-        await stream.send_message(answer.SerializeToString())
+    async def _version(self, _request: Any) -> Any:
+        names = {"runtime_name": "containerd", "runtime_version": "1.6.20", "runtime_api_version": "v1"}
+        return cri.VersionResponse(version="0.1.0", **names)
 
-    async def _sandboxes(self, stream: Any) -> None:
-        request = cri.ListPodSandboxRequest.FromString(await stream.recv_message())
-        wanted = [each for each in self.sandboxes.items if each.state == request.filter.state.state]
+    async def _sandboxes(self, request: Any) -> Any:
         assert request.filter.HasField("state")
-        await stream.send_message(cri.ListPodSandboxResponse(items=wanted).SerializeToString())
+        return cri.ListPodSandboxResponse(
+            items=[each for each in self.sandboxes.items if each.state == request.filter.state.state]
+        )
 
-    async def _runtimes(self, stream: Any) -> None:
-        assert cri.StatusRequest.FromString(await stream.recv_message()).verbose
-        await stream.send_message(self.runtimes.SerializeToString())
+    async def _runtimes(self, request: Any) -> Any:
+        assert request.verbose
+        return self.runtimes
 
-    async def _list(self, stream: Any) -> None:
-        cri.ListContainersRequest.FromString(await stream.recv_message())
+    async def _list(self, _request: Any) -> Any:
         if "" in self.failures:
             raise self.failures[""]
         self.lists += 1
         self.began.set()
         if self.hold is not None:
             await self.hold.wait()
-        await stream.send_message(self.listed.SerializeToString())
+        return self.listed
 
-    async def _status(self, stream: Any) -> None:
-        request = cri.ContainerStatusRequest.FromString(await stream.recv_message())
+    async def _status(self, request: Any) -> Any:
         self.asked.append(request.container_id)
         self.verbose = self.verbose and request.verbose
         if request.container_id in self.failures:
             raise self.failures[request.container_id]
         if request.container_id not in self.statuses:
             raise GRPCError(Status.NOT_FOUND, f"an error occurred when try to find container {request.container_id!r}: not found")
-        await stream.send_message(self.statuses[request.container_id].SerializeToString())
+        return self.statuses[request.container_id]
+
+
+async def _answer(request_type: Any, answer: Callable[[Any], Awaitable[Any]], stream: Any) -> None:
+    found = await answer(request_type.FromString(await stream.recv_message()))
+    await stream.send_message(found.SerializeToString())
 
 
 @asynccontextmanager
