@@ -1,4 +1,4 @@
-"""What may be set on a GPU, and how busy single processes keep it, through the real binding and the simulated library."""
+"""What may be set on a GPU, through the real binding and the simulated library."""
 
 import re
 from pathlib import Path
@@ -7,16 +7,14 @@ import pytest
 
 from gpumgr.common.errors import NvmlAbsent, NvmlError
 from gpumgr.driver.driver import Nvml
-from gpumgr.placement.devices import GpuProcess, MemoryLimit
-from gpumgr.sim.control import SimProcess
+from gpumgr.placement.devices import MemoryLimit
 from gpumgr.sim.library import SimNode
 
-from .conftest import Prepare, opened, watched
+from .conftest import Prepare, opened
 from .new_driver import NEW_NODE, lay_out_cgroups
 
 MIB = 1024 * 1024
 EXCLUSIVE_PROCESS = 3
-UTILIZATION = "nvmlDeviceGetProcessUtilization"
 
 
 @pytest.fixture
@@ -28,68 +26,6 @@ def new_node(node: Prepare, tmp_path: Path) -> SimNode:
 @pytest.fixture
 def cgroups(tmp_path: Path) -> Path:
     return lay_out_cgroups(tmp_path / "cgroup")
-
-
-async def ratios(nvml: Nvml) -> list[tuple[int, float | None]]:
-    (sample, *_) = (await nvml.read(utilization=True)).sample.gpus.values()
-    assert sample.processes is not None
-    return [(process.pid, process.utilization_ratio) for process in sample.processes]
-
-
-# -- utilisation -------------------------------------------------------------------------------------------------------------
-
-
-async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
-    async with opened(sim) as nvml:
-        assert await ratios(nvml) == [(3, 0.0), (20, 0.35)]
-        sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
-        assert await ratios(nvml) == [(20, 0.8)]
-        uuid = sim.description.uuid_of(0)
-        assert (await nvml.read()).sample.gpus[uuid].processes == (GpuProcess(pid=20, memory_bytes=MIB),)
-
-
-async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
-    sim.control.set_result(UTILIZATION, 6)
-    async with opened(sim) as nvml:
-        assert await ratios(nvml) == [(20, 0.0)]
-        sim.control.set_processes(0, [SimProcess(pid=20)])
-        sim.control.set_result(UTILIZATION, 0)
-        assert await ratios(nvml) == [(20, 0.0)]
-        assert nvml.call_errors == {}
-
-
-@pytest.mark.parametrize("code", [3, 13, 7, 999])
-async def test_a_value_that_the_driver_lacks_does_not_affect_others(node: Prepare, code: int) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
-    sim.control.set_result(UTILIZATION, code)
-    async with opened(sim) as nvml:
-        sample = (await nvml.read(utilization=True)).sample.gpus[sim.description.uuid_of(0)]
-    assert sample.processes == (GpuProcess(pid=20, memory_bytes=MIB),)
-
-
-async def test_the_monitor_watches_processes_when_configured(node: Prepare) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
-    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
-    wanted = False
-    async with watched(sim, process_utilization=lambda: wanted) as (_, listener):
-
-        def latest() -> float | None:
-            processes = listener.samples[-1].gpus[uuid].processes
-            assert processes is not None
-            return processes[0].utilization_ratio
-
-        await listener.rounds(2)
-        assert {process.utilization_ratio for s in listener.samples for process in s.gpus[uuid].processes or ()} == {None}
-        wanted = True
-        await listener.until(lambda: latest() == 0.35)
-        wanted = False
-        await listener.until(lambda: latest() is None)
 
 
 # -- compute mode ------------------------------------------------------------------------------------------------------------

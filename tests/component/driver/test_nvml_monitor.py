@@ -12,7 +12,7 @@ from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import HealthRules
 from gpumgr.driver.snapshot import read_pci_gpus
 from gpumgr.placement.devices import MigInstance
-from gpumgr.sim.control import SimControl
+from gpumgr.sim.control import SimControl, SimProcess
 from gpumgr.sim.library import SimNode, prepare
 
 from .conftest import PERIOD_SECONDS, Prepare, watched
@@ -324,3 +324,23 @@ async def test_samples_are_taken_soon_while_someone_waits_for_them(node: Prepare
         await listener.rounds(1)
         with monitor.sampling_soon():
             await listener.rounds(3)
+
+
+async def test_the_monitor_watches_processes_when_configured(node: Prepare) -> None:
+    sim = node("mixed-2")
+    uuid = sim.description.uuid_of(0)
+    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+    wanted = False
+    async with watched(sim, process_utilization=lambda: wanted) as (_, listener):
+
+        def latest() -> float | None:
+            processes = listener.samples[-1].gpus[uuid].processes
+            assert processes is not None
+            return processes[0].utilization_ratio
+
+        await listener.rounds(2)
+        assert {process.utilization_ratio for s in listener.samples for process in s.gpus[uuid].processes or ()} == {None}
+        wanted = True
+        await listener.until(lambda: latest() == 0.35)
+        wanted = False
+        await listener.until(lambda: latest() is None)

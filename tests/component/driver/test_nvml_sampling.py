@@ -20,9 +20,15 @@ MIB = 1024 * 1024
 _NEWER_CALL: Final = Path(__file__).parents[2] / "data/nvml/processes_utilization.c"
 
 
-async def first_sample(nvml: Nvml) -> GpuSample:
-    uuid = (await nvml.snapshot()).gpus[0].uuid
-    return (await nvml.read()).sample.gpus[uuid]
+async def first_sample(nvml: Nvml, *, utilization: bool = False) -> GpuSample:
+    (sample, *_) = (await nvml.read(utilization=utilization)).sample.gpus.values()
+    return sample
+
+
+async def busy(nvml: Nvml) -> dict[int, float | None]:
+    """Process -> its utilization of GPU 0."""
+    processes = (await first_sample(nvml, utilization=True)).processes
+    return {process.pid: process.utilization_ratio for process in processes or ()}
 
 
 async def test_an_idle_gpu(node: Prepare) -> None:
@@ -95,28 +101,24 @@ async def test_processes_that_start_between_size_and_fetch_are_fetched_again(nod
 
 @pytest.mark.parametrize("code", [999, 6])
 @pytest.mark.parametrize(
-    ("functions", "unknown"),
+    ("function", "unknown"),
     [
-        ({"nvmlDeviceGetPowerUsage"}, {"power_watts"}),
-        ({"nvmlDeviceGetTemperatureV"}, {"temperature_celsius"}),
-        ({"nvmlDeviceGetUtilizationRates"}, {"utilization_ratio", "memory_copy_ratio"}),
-        ({"nvmlDeviceGetMemoryInfo_v2"}, {"memory_used_bytes", "memory_reserved_bytes"}),
-        ({"nvmlDeviceGetGraphicsRunningProcesses_v3"}, set()),
+        ("nvmlDeviceGetPowerUsage", {"power_watts"}),
+        ("nvmlDeviceGetTemperatureV", {"temperature_celsius"}),
+        ("nvmlDeviceGetUtilizationRates", {"utilization_ratio", "memory_copy_ratio"}),
+        ("nvmlDeviceGetMemoryInfo_v2", {"memory_used_bytes", "memory_reserved_bytes"}),
+        ("nvmlDeviceGetGraphicsRunningProcesses_v3", set()),
     ],
 )
-async def test_an_error_of_one_reading_costs_no_other(node: Prepare, functions: set[str], unknown: set[str], code: int) -> None:
+async def test_an_error_of_one_reading_costs_no_other(node: Prepare, function: str, unknown: set[str], code: int) -> None:
     sim = node("mixed-2")
     sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
     async with opened(sim) as nvml:
-        uuid = (await nvml.snapshot()).gpus[0].uuid
-        good = (await nvml.read(utilization=True)).sample.gpus[uuid]
-        for function in functions:
-            sim.control.set_result(function, code, gpu=0)
+        good = await first_sample(nvml, utilization=True)
+        sim.control.set_result(function, code, gpu=0)
         sample = (await nvml.read(utilization=True)).sample
     assert good.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB, utilization_ratio=0.5),)
-    lost: dict[str, Any] = dict.fromkeys(unknown)
-    assert sample.failures == {}
-    assert sample.gpus[uuid] == replace(good, **lost)
+    assert (sample.failures, sample.gpus[good.uuid]) == ({}, replace(good, **dict[str, Any].fromkeys(unknown)))
 
 
 async def test_processes_are_unknown_where_their_list_fails(node: Prepare) -> None:
@@ -153,14 +155,12 @@ async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prep
     sim.control.start_mps_server(0, 10)
     sim.control.attach_mps_client(0, 20, 10)
     async with opened(sim) as nvml:
-        uuid = (await nvml.snapshot()).gpus[0].uuid
-        ratios = await busy(nvml, uuid)
-        assert ratios == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
+        assert await busy(nvml) == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
         sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
-        assert await busy(nvml, uuid) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
+        assert await busy(nvml) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
         sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 0, gpu=0)
         sim.control.end_mps(10)
-        assert await busy(nvml, uuid) == {3: 0.0, 4: 0.07, 20: 0.5}
+        assert await busy(nvml) == {3: 0.0, 4: 0.07, 20: 0.5}
 
 
 @pytest.mark.parametrize("error", [3, 26], ids=["not supported", "deprecated"])
@@ -174,20 +174,45 @@ async def test_utilization_by_the_newer_call_where_the_older_has_gone(
     sim = node("hgx-h100-8")
     sim.control.set_result("nvmlDeviceGetProcessUtilization", error)
     async with opened(sim) as nvml:
-        uuid = (await nvml.snapshot()).gpus[0].uuid
-        assert await busy(nvml, uuid) == {}
+        assert await busy(nvml) == {}
         sim.control.set_processes(0, [SimProcess(pid=3)])
-        assert await busy(nvml, uuid) == {3: 0.0}
+        assert await busy(nvml) == {3: 0.0}
         sim.control.set_processes(0, [SimProcess(pid=3), *(SimProcess(pid=pid, sm_percent=pid) for pid in (30, 60))])
-        assert await busy(nvml, uuid) == {3: 0.0, 30: 0.3, 60: 0.6}
+        assert await busy(nvml) == {3: 0.0, 30: 0.3, 60: 0.6}
         assert nvml.call_errors == {}, "that nothing ran is no failure"
         sim.control.set_result("nvmlDeviceGetProcessesUtilizationInfo", 3)
-        assert await busy(nvml, uuid) == {3: None, 30: None, 60: None}
+        assert await busy(nvml) == {3: None, 30: None, 60: None}
 
 
-async def busy(nvml: Nvml, uuid: str) -> dict[int, float | None]:
-    processes = (await nvml.read(utilization=True)).sample.gpus[uuid].processes
-    return {process.pid: process.utilization_ratio for process in processes or ()}
+async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
+    async with opened(sim) as nvml:
+        assert await busy(nvml) == {3: 0.0, 20: 0.35}
+        sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
+        assert await busy(nvml) == {20: 0.8}
+        assert (await first_sample(nvml)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+
+
+async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+    sim.control.set_result("nvmlDeviceGetProcessUtilization", 6)
+    async with opened(sim) as nvml:
+        assert await busy(nvml) == {20: 0.0}
+        sim.control.set_processes(0, [SimProcess(pid=20)])
+        sim.control.set_result("nvmlDeviceGetProcessUtilization", 0)
+        assert await busy(nvml) == {20: 0.0}
+        assert nvml.call_errors == {}
+
+
+@pytest.mark.parametrize("code", [3, 13, 7, 999])
+async def test_utilization_that_the_driver_lacks_does_not_affect_the_rest(node: Prepare, code: int) -> None:
+    sim = node("mixed-2")
+    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
+    sim.control.set_result("nvmlDeviceGetProcessUtilization", code)
+    async with opened(sim) as nvml:
+        assert (await first_sample(nvml, utilization=True)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
 async def test_looks(node: Prepare) -> None:
