@@ -14,15 +14,7 @@ from gpumgr.agent.pods import Listings, PodEnds, find_pod
 from gpumgr.agent.ports import PodResources, Pods
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import RESOURCE_NAMES, Resource, other_resource
-from gpumgr.ledger.callers import (
-    UNKNOWN_CALLER,
-    Caller,
-    find_caller,
-    handed_on,
-    init_holder,
-    next_container,
-    waits_for,
-)
+from gpumgr.ledger.callers import UNKNOWN_CALLER, Caller, find_caller, handed_on, init_holder, next_container, waits_for
 from gpumgr.ledger.choose import Request
 from gpumgr.ledger.ids import Masks, common, count, minus
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger

@@ -75,11 +75,7 @@ Unknown = Mapping[GpuName, list[Container | None]]
 
 
 def join(
-    ledger: Ledger,
-    sample: NodeSample,
-    owners: Mapping[int, Container | None],
-    *,
-    index: AllocationIndex | None = None,
+    ledger: Ledger, sample: NodeSample, owners: Mapping[int, Container | None], *, index: AllocationIndex | None = None
 ) -> NodeUse:
     """`owners`: pid -> its container, None = it runs in none; a missing pid is not known yet. GPUs that are not in the ledger are ignored.
     `index`: of this ledger, if it exists already."""

@@ -95,12 +95,7 @@ def at_present(node: NodeView, ledger: Ledger) -> Ledger:
 
 
 def node_devices(
-    ledger: Ledger,
-    node: NodeView,
-    *,
-    failed: Collection[GpuName],
-    replicas: int = 0,
-    open_ids: Collection[AllocationId] = (),
+    ledger: Ledger, node: NodeView, *, failed: Collection[GpuName], replicas: int = 0, open_ids: Collection[AllocationId] = ()
 ) -> NodeDevices:
     """The Healthy ids of each registered GPU. `failed`: the GPUs that do not work. `replicas`: how many each GPU may have now; with MIG
     devices on demand, at most as many as fit. `open_ids`: allocations of whole GPUs for which the kubelet may still allocate memory."""

@@ -129,11 +129,7 @@ def test_every_living_pod_that_uses_a_claim_is_one_of_its_allocation_and_its_own
     ],
 )
 async def test_what_proves_an_end(
-    holder: str | None,
-    shown: PodView | None,
-    api_server: Literal["reachable", "down"],
-    sandbox: str | None,
-    ended: bool | None,
+    holder: str | None, shown: PodView | None, api_server: Literal["reachable", "down"], sandbox: str | None, ended: bool | None
 ) -> None:
     pods = MemoryPods({WEB: shown} if shown else {}, down=api_server == "down")
     found = await PodEnds(pods, runtime_with(WEB, sandbox), node=NODE, clock=Clock()).find(

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.units import RESOURCES, Amounts
 from gpumgr.ledger.ledger import Allocation
-from gpumgr.ledger.tables import (
-    CorruptError,
-    checksum,
-    decode_allocation,
-    encode_allocation,
-)
+from gpumgr.ledger.tables import CorruptError, checksum, decode_allocation, encode_allocation
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 MASKS = st.dictionaries(NAMES, st.integers(1, (1 << 800) - 1), max_size=3)

@@ -6,16 +6,7 @@ from hypothesis import strategies as st
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import ALL_RESOURCES, BLOCK_MEBIBYTES
-from gpumgr.ledger.ids import (
-    GpuRegistry,
-    RegisteredInstance,
-    common,
-    count,
-    gpu_name,
-    lowest,
-    minus,
-    union,
-)
+from gpumgr.ledger.ids import GpuRegistry, RegisteredInstance, common, count, gpu_name, lowest, minus, union
 from gpumgr.placement.tree import indices
 
 from .nodes import cards_of

@@ -8,13 +8,7 @@ from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.ledger.callers import UNKNOWN_CALLER
 from gpumgr.ledger.choose import Request
-from gpumgr.ledger.instances import (
-    choose_instances,
-    grant_instances,
-    obstacle_of_single,
-    offered_instances,
-    resource_of,
-)
+from gpumgr.ledger.instances import choose_instances, grant_instances, obstacle_of_single, offered_instances, resource_of
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.devices import Gpu, MigInstance, NodeSnapshot, Topology

@@ -10,13 +10,7 @@ import pytest
 from gpumgr.common.units import Process
 from gpumgr.ledger.node_use import ContainerUse, NodeUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.quarantine import EXPECTED_SECONDS
-from gpumgr.ledger.use_changes import (
-    KnownProcess,
-    KnownProcesses,
-    OverLimitState,
-    apply_readings,
-    update_unattributed,
-)
+from gpumgr.ledger.use_changes import KnownProcess, KnownProcesses, OverLimitState, apply_readings, update_unattributed
 
 
 def node(
