@@ -11,15 +11,14 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from tests.background import until
 
-from .stage import app
+from .stage import app, run
 
 MIB: Final = 1 << 20
 
 
 async def started(node: SimulatedNode, name: str, cores: int, blocks: int) -> SimPod:
     """A pod that runs. The agent has written its annotation of what containers hold, which the commands read."""
-    pod = node.pod(name, app(cores, blocks))
-    assert (await node.run(pod)).phase == "Running"
+    pod = await run(node, name, app(cores, blocks))
     api = node.api
     assert api is not None
     await until(lambda: ALLOCATIONS in api.annotations(pod.uid))

@@ -54,6 +54,22 @@ def init(cores: int, memory_blocks: int, name: str = "fetch") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks, kind="init")
 
 
+async def run(node: SimulatedNode, name: str, *containers: SimContainer) -> SimPod:
+    """Returns the pod once its containers have started."""
+    pod = node.pod(name, *containers)
+    status = await node.run(pod)
+    assert status.phase == "Running", status.message
+    return pod
+
+
+async def refused(node: SimulatedNode, name: str, *containers: SimContainer, why: str = "") -> SimPod:
+    """Returns a pod that the kubelet has failed; the message has `why` in it."""
+    pod = node.pod(name, *containers)
+    status = await node.run(pod)
+    assert (status.phase, why in (status.message or "")) == ("Failed", True), status.message
+    return pod
+
+
 async def introduce(node: SimulatedNode, pod: SimPod) -> None:
     """The API server has the pod, and the agent knows what it asks for: else it gives out GPUs without, some milliseconds later."""
     node.set_status(pod, PodStatus(phase="Pending"))

@@ -8,16 +8,14 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from tests.background import until
 
-from .stage import PATIENT, app, init, running, stage
+from .stage import PATIENT, app, init, run, running, stage
 
 #: Where memory is asked for first and the spec is not known, a share may take an empty GPU: whole GPUs come first, so that all fit.
 CROWD = {"c": (100, 0), "e": (100, 8), "a": (30, 4), "b": (30, 4), "d": (20, 2), "f": (5, 1)}
 
 
 async def admit_all(node: SimulatedNode) -> dict[str, SimPod]:
-    pods = {name: node.pod(name, app(*size)) for name, size in CROWD.items()}
-    for pod in pods.values():
-        assert (await node.run(pod)).phase == "Running", pod.name
+    pods = {name: await run(node, name, app(*size)) for name, size in CROWD.items()}
     assert node.disagreements() == []
     return pods
 
@@ -26,7 +24,7 @@ async def replace_whole_gpus(node: SimulatedNode, pods: dict[str, SimPod]) -> No
     """Their ids are offered again at once, and the kubelet's word is enough to take them back."""
     for name in ("c", "e"):
         node.delete(pods[name])
-    assert (await node.run(node.pod("pair", app(200)))).phase == "Running"
+    await run(node, "pair", app(200))
     assert node.disagreements() == []
     assert len(node.ledger().allocations) == len(CROWD) - 1
 
@@ -52,7 +50,7 @@ async def test_a_slow_or_broken_api_server_delays_no_admission(folder: Path) -> 
         await node.api.start()
         node.delete(pods["a"])
         await node.agent_log.until("allocation_freed", holder="demo/a (main)")
-        assert (await node.run(node.pod("g", init(10, 1), app(20, 2)))).phase == "Running"
+        await run(node, "g", init(10, 1), app(20, 2))
         assert node.disagreements() == []
 
 

@@ -12,7 +12,7 @@ from gpumgr.sim.kubelet import SimKubeletError
 from tests.background import until
 from tests.component.driver.smi import install_smi
 
-from .stage import HASTY, SIM, app, asked, condition, events, running, stage, until_sampled
+from .stage import HASTY, SIM, app, asked, condition, events, refused, run, running, stage, until_sampled
 
 FOUR_GPUS = Path(SIM).read_text()
 LOST = "GPU1 can't be described: nvmlDeviceGetHandleByIndex: GPU is lost (NVML error 15)"
@@ -46,13 +46,12 @@ async def test_a_gpu_has_the_same_number_everywhere_though_one_before_it_is_brok
         assert re.findall(r"GPU([0-9]):.*\n.*GPU-([0-9a-f]{8})", graph) == [(str(n), names[n]) for n in (0, 2, 3)]
 
         for name in ("a", "b"):
-            assert (await node.run(node.pod(name, app(60, 4)))).phase == "Running"
-        pod = node.pod("c", app(60, 4))
-        assert (await node.run(pod)).phase == "Failed"
+            await run(node, name, app(60, 4))
+        pod = await refused(node, "c", app(60, 4))
         story = await asked(node, f"/api/pods/{pod.namespace}/{pod.name}")
-        (refused,) = [entry for entry in story["history"] if entry["what"] == "refused"]
-        assert f"{told} not offered" in refused["why"]
-        assert {gpu["gpu"]: gpu["index"] for gpu in refused["candidates"]} == {names[n]: n if n != 1 else None for n in names}
+        (entry,) = [each for each in story["history"] if each["what"] == "refused"]
+        assert f"{told} not offered" in entry["why"]
+        assert {gpu["gpu"]: gpu["index"] for gpu in entry["candidates"]} == {names[n]: n if n != 1 else None for n in names}
         with pytest.raises(aiohttp.ClientResponseError):
             await node.maintain("drain", "1")
 
@@ -109,9 +108,7 @@ async def test_a_container_does_not_start_again_with_the_device_node_of_another_
         (folder / name).touch()
     async with stage(folder, sim=str(sim), settings={"container": {"device_root": str(folder)}}) as node:
         await node.start_agent()
-        pods = {number: node.pod(f"p{number}", app(100, 4)) for number in (0, 1)}
-        for pod in pods.values():
-            await node.run(pod)
+        pods = {number: await run(node, f"p{number}", app(100, 4)) for number in (0, 1)}
         for minors in ((1, 0), (0, 1)):
             await node.agent.kill()
             text = FOUR_GPUS

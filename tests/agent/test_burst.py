@@ -13,7 +13,7 @@ from gpumgr.sim.kubelet_pods import SimKubeletError
 from tests.background import until
 
 from .limiter import MIB, annotate, limits
-from .stage import BLOCKS, app, introduce, running
+from .stage import BLOCKS, app, introduce, run, running
 
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},
@@ -29,8 +29,7 @@ async def restarted_often(node: SimulatedNode, pod: SimPod) -> None:
 
 async def test_a_pod_bursts_and_gives_way_to_the_next_one(bounded: Path) -> None:
     async with running(bounded, settings=SETTINGS) as node:
-        greedy = node.pod("greedy", app(10, 4))
-        assert (await node.run(greedy)).phase == "Running"
+        greedy = await run(node, "greedy", app(10, 4))
         (gpu,) = node.gpus_of(greedy)
         await annotate(node, greedy, memory_limit='{"main": 4000}')
         await until(lambda: limits(node, greedy)[1] == 4000)

@@ -19,7 +19,7 @@ from tests.background import until
 from tests.component.kubelet.dra.harness import DRIVER, Caller, StubKubelet
 from tests.component.kubelet.dra.resources import Resources
 
-from .stage import app, lose_ledger, probe, stage, until_ready
+from .stage import app, lose_ledger, probe, run, stage, until_ready
 
 KUBELET = {"plugins_dir": "plugins", "plugins_registry_dir": "plugins_registry"}
 
@@ -57,8 +57,7 @@ async def dra_stage(folder: Path, **options: Any) -> AsyncIterator[tuple[Simulat
 async def test_from_plugin_to_dra(folder: Path) -> None:
     async with dra_stage(folder) as (node, kubelet, resources):
         await node.start_agent()
-        pod = node.pod("holder", app(30, 4))
-        await node.run(pod)
+        pod = await run(node, "holder", app(30, 4))
         assert await node.agent.stop() == 0
         set_mode(node, "dra")
         await node.agent.start()
@@ -98,7 +97,7 @@ async def test_from_dra_to_plugin(folder: Path) -> None:
         await until_ready(node)
         await node.agent.while_running(until(lambda: kubelet.sockets() == []))
         assert node.ledger().allocations == {}
-        assert (await node.run(node.pod("next", app(100)))).phase == "Running"
+        await run(node, "next", app(100))
 
 
 async def test_claims_of_a_lost_ledger_are_adopted_although_the_agent_ends_before_that(folder: Path) -> None:

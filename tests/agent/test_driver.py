@@ -11,7 +11,7 @@ from gpumgr.ledger.store import read_checkpoint
 from gpumgr.sim.demo.node import SimulatedNode
 from tests.background import until
 
-from .stage import BLOCKS, HASTY, app, running, stage, until_sampled
+from .stage import BLOCKS, HASTY, app, refused, run, running, stage, until_sampled
 
 
 async def until_cores(node: SimulatedNode, count: int) -> None:
@@ -34,7 +34,7 @@ async def test_a_driver_that_comes_later_is_waited_for(folder: Path) -> None:
         node.control.load_driver()
         await node.until_offered()
         await until_cores(node, 400)
-        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        await run(node, "a", app(30, 4))
 
 
 async def test_a_driver_that_hangs_in_the_first_snapshot_delays_no_other_part(folder: Path) -> None:
@@ -46,13 +46,12 @@ async def test_a_driver_that_hangs_in_the_first_snapshot_delays_no_other_part(fo
         await node.kubelet.until(lambda: len(node.kubelet.registrations) == 2)
         node.control.release()
         await node.until_offered()
-        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        await run(node, "a", app(30, 4))
 
 
 async def test_a_gpu_whose_calls_hang_is_out_of_service_by_name_and_the_others_are_granted(folder: Path) -> None:
     async with running(folder, settings={"nvml": {"call_timeout_seconds": 1.0}}) as node:
-        tenant = node.pod("tenant", app(100))
-        await node.run(tenant)
+        tenant = await run(node, "tenant", app(100))
         (index,) = (node.indices[name] for name in node.gpus_of(tenant))
         (hung,) = (name for name, number in node.indices.items() if number == (index + 1) % 4)
         node.control.hang(gpu=node.indices[hung])
@@ -60,13 +59,9 @@ async def test_a_gpu_whose_calls_hang_is_out_of_service_by_name_and_the_others_a
         assert changed["message"] == "the driver does not answer calls about this GPU"
         await node.kubelet.until(lambda: node.healthy(hung) == {"core": 0, "memory": 0})
         assert node.kubelet.node_status()[CORE_RESOURCE].allocatable == 300
-        others = [node.pod(f"p{n}", app(100)) for n in range(2)]
-        for pod in others:
-            assert (await node.run(pod)).phase == "Running"
-            assert hung not in node.gpus_of(pod)
-        refused = node.pod("refused", app(100))
-        assert (await node.run(refused)).phase == "Failed"
-        node.delete(refused)
+        others = [await run(node, f"p{n}", app(100)) for n in range(2)]
+        assert not any(hung in node.gpus_of(pod) for pod in others)
+        node.delete(await refused(node, "refused", app(100)))
         sentence = f"GPU{node.indices[hung]} ({hung}): {changed['message']}"
         await until(lambda: node.api is not None and node.api.written.conditions["GpuTrouble"]["message"] == sentence)
         node.control.release()
@@ -78,14 +73,11 @@ async def test_a_gpu_whose_calls_hang_is_out_of_service_by_name_and_the_others_a
 @pytest.mark.peer_bug("B1: after an error of the driver it does not try again")
 async def test_a_driver_reload_leaves_allocations_alone(folder: Path) -> None:
     async with running(folder) as node:
-        pod = node.pod("a", app(30, 4))
-        await node.run(pod)
+        pod = await run(node, "a", app(30, 4))
         before = node.ledger()
         node.control.unload_driver()
         await until_cores(node, 0)
-        refused = node.pod("b", app(30, 4))
-        assert (await node.run(refused)).phase == "Failed"
-        node.delete(refused)
+        node.delete(await refused(node, "b", app(30, 4)))
         node.control.load_driver()
         await until_cores(node, 400)
         assert node.ledger() == before
@@ -104,8 +96,7 @@ async def test_a_driver_of_another_version_ends_the_process_with_5(folder: Path)
 
 async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Path) -> None:
     async with running(folder, command=HASTY) as node:
-        tenant = node.pod("tenant", app(100))
-        await node.run(tenant)
+        tenant = await run(node, "tenant", app(100))
         (name,) = node.gpus_of(tenant)
         leftover = node.start_process_outside_containers(node.indices[name], memory_bytes=1 << 20)
         await until_sampled(node)
@@ -117,8 +108,7 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
 
         await node.agent.kill()
         await node.start_agent()
-        next_pod = node.pod("next", app(100))
-        assert (await node.run(next_pod)).phase == "Running"
+        next_pod = await run(node, "next", app(100))
         assert node.gpus_of(next_pod) != {name}
         node.end_process_outside_containers(leftover)
         await node.agent_log.until("gpu_released", gpu=name)
@@ -128,8 +118,7 @@ async def test_a_gpu_with_a_process_of_an_ended_pod_is_in_quarantine(folder: Pat
 async def test_a_process_of_a_pod_that_ended_while_no_agent_ran_holds_its_gpu(folder: Path) -> None:
     """Only the first sample of the next agent shows that the process belongs to the pod."""
     async with running(folder, settings={"nvml": {"sample_period_seconds": 3600}}) as node:
-        tenant = node.pod("tenant", app(100))
-        await node.run(tenant)
+        tenant = await run(node, "tenant", app(100))
         (name,) = node.gpus_of(tenant)
         node.start_process_outside_containers(node.indices[name], memory_bytes=1 << 20)
         await node.agent.kill()

@@ -11,7 +11,7 @@ import gpumgr
 from gpumgr.sim.demo.process import AgentProcess
 from tools.sbom import at_run_time
 
-from .stage import app, stage
+from .stage import app, run, stage
 
 #: Python's own account, one line for each module (its documentation, `-X importtime`).
 _TOLD: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)")
@@ -84,7 +84,7 @@ async def test_the_agent_imports_what_it_needs_and_no_more(folder: Path) -> None
             await node.agent.stop() == 0
         )  # the first start on a node looks for claims that a lost checkpoint may have contained
         await node.start_agent({"PYTHONPROFILEIMPORTTIME": "1"})
-        await node.run(node.pod("a", app(30, 4)))
+        await run(node, "a", app(30, 4))
         await node.metrics()
         assert await node.agent.stop() == 0
     modules = imported(node.agent)

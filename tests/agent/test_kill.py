@@ -9,7 +9,7 @@ from gpumgr.common.units import RESOURCES
 from gpumgr.sim.demo.node import NAMESPACE, SimulatedNode
 from gpumgr.sim.kubelet import SimKubeletError, SimPod
 
-from .stage import RUNNER, app, introduce, running
+from .stage import RUNNER, app, introduce, run, running
 
 #: The step, the how manieth time, and which resources of the dying pod's container are committed by then. Cores come first here.
 FIRST_RESOURCE = {
@@ -38,7 +38,7 @@ async def test_a_restart_loads_what_was_committed_and_frees_what_the_kubelet_lac
 ) -> None:
     deaths = [{"DIE_AT": f"{step}:{A_POD + number}"} for step, number in steps]
     async with running(folder, environ=deaths[0], command=RUNNER, resource_order="core_first") as node:
-        await node.run(node.pod("bystander", app(20, 2)))
+        await run(node, "bystander", app(20, 2))
         for number, (step, committed) in enumerate(steps.items()):
             victim = node.pod(f"victim-{number}", app(30, 4))
             admitted = await _run_until_killed(node, victim)
@@ -64,7 +64,7 @@ async def _replace(node: SimulatedNode, victim: SimPod, *, holds: bool, began: i
     if holds:
         await node.agent_log.until("allocation_freed", since=began, holder=f"{NAMESPACE}/{victim.name} (main)")
     node.delete(victim)
-    assert (await node.run(node.pod(victim.name, *victim.containers))).phase == "Running"
+    await run(node, victim.name, *victim.containers)
 
 
 async def _run_until_killed(node: SimulatedNode, pod: SimPod) -> bool:

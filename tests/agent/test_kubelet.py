@@ -7,7 +7,7 @@ import pytest
 from gpumgr.common.units import CORE_RESOURCE
 from gpumgr.sim.demo.node import SimulatedNode
 
-from .stage import app, init, running, stage
+from .stage import app, init, refused, run, running, stage
 
 
 async def until_registered(node: SimulatedNode, count: int) -> None:
@@ -19,9 +19,7 @@ async def until_registered(node: SimulatedNode, count: int) -> None:
 async def test_a_kubelet_restart_and_removed_sockets_are_noticed(folder: Path) -> None:
     async with running(folder) as node:
         pid = node.agent.pid
-        pods = [node.pod("a", init(10, 1), app(30, 4)), node.pod("b", app(200))]
-        for pod in pods:
-            await node.run(pod)
+        pods = [await run(node, "a", init(10, 1), app(30, 4)), await run(node, "b", app(200))]
         before = node.ledger()
 
         await node.kubelet.restart(sources_ready=False)
@@ -35,7 +33,7 @@ async def test_a_kubelet_restart_and_removed_sockets_are_noticed(folder: Path) -
             await until_registered(node, count + 1)
             assert len(node.agent_log.find("registration_lost", reason="own_socket_removed")) >= number
 
-        assert (await node.run(node.pod("c", app(60, 4)))).phase == "Running"
+        await run(node, "c", app(60, 4))
         for pod in pods:
             await node.kubelet.start_container(pod, "main")
         assert node.disagreements() == []
@@ -53,25 +51,21 @@ async def test_the_agent_waits_for_a_kubelet_that_is_absent_or_refuses(folder: P
         await node.agent_log.until_match(lambda line: "not today" in line.get("error", ""))
         node.kubelet.register_error = None
         await node.until_offered()
-        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        await run(node, "a", app(30, 4))
 
 
 @pytest.mark.parametrize("api_server", [True, False], ids=["API server", "standalone"])
 async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_container(folder: Path, api_server: bool) -> None:
     """It offers all ids again."""
     async with running(folder, api_server=api_server) as node:
-        first = node.pod("first", app(300))
-        assert (await node.run(first)).phase == "Running"
+        first = await run(node, "first", app(300))
         before = node.ledger()
         await node.kubelet.kill()
         node.kubelet.checkpoint.unlink()
         await node.kubelet.start()
         await node.until_offered()
-        refused, fits = node.pod("refused", app(200)), node.pod("fits", app(100))
-        status = await node.run(refused)
-        assert "2 entirely free GPUs requested, 1 of 4 are free" in (status.message or "")
-        node.delete(refused)
-        assert (await node.run(fits)).phase == "Running"
+        node.delete(await refused(node, "refused", app(200), why="2 entirely free GPUs requested, 1 of 4 are free"))
+        fits = await run(node, "fits", app(100))
         (mine,) = before.allocations.values()
         assert not {*mine.gpus} & node.gpus_of(fits)
         kept = await node.agent_log.until("offered_ids_kept", allocation=mine.id)
@@ -79,4 +73,4 @@ async def test_a_kubelet_that_lost_its_checkpoint_gets_no_gpu_of_a_running_conta
 
         node.delete(first)
         node.delete(fits)
-        assert (await node.run(node.pod("next", app(400)))).phase == "Running"
+        await run(node, "next", app(400))

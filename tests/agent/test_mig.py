@@ -14,7 +14,7 @@ from gpumgr.sim.demo.process import COMMAND
 from gpumgr.sim.kubelet import SimContainer
 from gpumgr.sim.nodes import load_node
 
-from .stage import app, essence, lose_ledger, stage
+from .stage import app, essence, lose_ledger, run, stage
 
 PREFIX = "nvidia.com/mig-"
 MIXED = {"GPUMGR_NODE_MIG_STRATEGY": "mixed"}
@@ -50,18 +50,18 @@ async def test_each_profile_is_a_resource_and_each_mig_device_has_one_holder(fol
             node,
             {PREFIX + name: 2 if name == "1g.5gb" else 1 for name in ("3g.20gb", "2g.10gb", "1g.5gb", "1c.3g.20gb", "1g.5gb.me")},
         )
-        small = [node.pod(f"small-{number}", mig("1g.5gb")) for number in range(2)]
-        others = [node.pod("part", mig("1c.3g.20gb")), node.pod("media", mig("1g.5gb.me")), node.pod("vcuda", app(100))]
-        for pod in (*small, *others):
-            assert (await node.run(pod)).phase == "Running"
+        small = [await run(node, f"small-{number}", mig("1g.5gb")) for number in range(2)]
+        part = await run(node, "part", mig("1c.3g.20gb"))
+        for name, container in (("media", mig("1g.5gb.me")), ("vcuda", app(100))):
+            await run(node, name, container)
         expected = {each.uuid for each in NODE.mig_instances_of(2) if each.profile == "1g.5gb"}
         ids = [node.kubelet.held(pod.uid, "main", PREFIX + "1g.5gb") for pod in small]
         assert (set().union(*ids), [len(each) for each in ids]) == (expected, [1, 1])
         response = await node.kubelet.start_container(small[0], "main")
         assert {response.envs["NVIDIA_VISIBLE_DEVICES"]} == ids[0]
         before = node.ledger()
-        (part,) = before.of(None, others[0].uid)
-        assert [(each.cores, each.memory_mebibytes) for each in part.gpus.values()] == [(0, 20 * 1024 // 3)]
+        (held,) = before.of(None, part.uid)
+        assert [(each.cores, each.memory_mebibytes) for each in held.gpus.values()] == [(0, 20 * 1024 // 3)]
         for lost in (False, True):
             await (lose_ledger(node) if lost else node.agent.kill())
             await node.start_agent(MIXED)
@@ -74,8 +74,7 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
     instances = NODE.mig_instances_of(2)
     async with started(folder, MIXED) as node:
         await node.kubelet.until_allocatable(PREFIX + "3g.20gb")
-        pod = node.pod("holder", mig("3g.20gb"))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await run(node, "holder", mig("3g.20gb"))
         new = replace(instances[1], uuid="MIG-ffffffff-1111-2222-3333-444444444444", profile="4g.20gb")
         node.control.set_mig_instances(2, {0: new, 2: instances[2]})
         await until_offered(
@@ -90,7 +89,7 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
         node.control.set_mig_instances(2, dict(enumerate(instances)))
         again = {PREFIX + "3g.20gb": 1, PREFIX + "1g.5gb": 2}  # each resource has a stream of its own
         await node.agent.while_running(node.kubelet.until(lambda: again.items() <= offered(node).items()))
-        assert (await node.run(node.pod("more", mig("1g.5gb", 2)))).phase == "Running"
+        await run(node, "more", mig("1g.5gb", 2))
 
 
 def node_of(folder: Path, profiles: Sequence[str]) -> str:
@@ -109,9 +108,8 @@ def node_of(folder: Path, profiles: Sequence[str]) -> str:
 async def test_with_single_all_mig_devices_are_one_resource(folder: Path) -> None:
     async with started(folder, SINGLE, node_of(folder, ["3g.20gb", "3g.20gb"])) as node:
         await until_offered(node, {REPLICA_RESOURCE: 4})
-        pods = [node.pod(f"pod-{number}", SimContainer(name="main", others=((REPLICA_RESOURCE, 2),))) for number in range(2)]
-        for pod in pods:
-            assert (await node.run(pod)).phase == "Running"
+        pair = SimContainer(name="main", others=((REPLICA_RESOURCE, 2),))
+        pods = [await run(node, f"pod-{number}", pair) for number in range(2)]
         assert len(set().union(*(node.kubelet.held(pod.uid, "main", REPLICA_RESOURCE) for pod in pods))) == 4
         node.control.lose_gpu(0)
         await until_offered(node, {REPLICA_RESOURCE: 2})

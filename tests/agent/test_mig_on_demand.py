@@ -11,10 +11,10 @@ from gpumgr.common.units import CORE_RESOURCE, REPLICA_RESOURCE
 from gpumgr.sim.control import SimProcess
 from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import COMMAND
-from gpumgr.sim.kubelet import SimContainer, SimPod
+from gpumgr.sim.kubelet import SimContainer
 from tests.background import until
 
-from .stage import RUNNER, essence, introduce, lose_ledger
+from .stage import RUNNER, essence, introduce, lose_ledger, run
 from .test_mig import started
 
 ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}
@@ -56,13 +56,6 @@ def share(memory: int, gpus: int = 1) -> SimContainer:
 
 def profiles(node: SimulatedNode) -> list[str]:
     return sorted(each.profile for each in node.control.mig_instances(0).values())
-
-
-async def run(node: SimulatedNode, name: str, container: SimContainer) -> SimPod:
-    pod = node.pod(name, container)
-    status = await node.run(pod)
-    assert status.phase == "Running", status.message
-    return pod
 
 
 async def test_devices_come_and_go_with_their_pods_over_restarts_and_a_lost_ledger(folder: Path) -> None:

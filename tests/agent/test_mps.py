@@ -13,7 +13,7 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from tests import mps_control
 
-from .stage import app, stage, until_sampled
+from .stage import app, run, stage, until_sampled
 
 
 @contextlib.asynccontextmanager
@@ -64,8 +64,7 @@ async def client(node: SimulatedNode, pod: SimPod) -> asyncio.subprocess.Process
 async def test_after_the_last_container_of_a_gpu_ends_the_gpu_takes_new_pods_at_once(folder: Path) -> None:
     """The server runs on: NVML lists it, and it is no process of the container that has ended."""
     async with mps_node(folder, idle_seconds=60.0, sample_period_seconds=0.2) as node:
-        pod = node.pod("a", app(30, 4))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await run(node, "a", app(30, 4))
         program = await client(node, pod)
         node.use(pod, memory_bytes=1 << 30)
         await until_sampled(node)
@@ -79,13 +78,12 @@ async def test_after_the_last_container_of_a_gpu_ends_the_gpu_takes_new_pods_at_
         metrics = await node.metrics()
         assert sum(value for (name, _), value in metrics.items() if name.startswith("gpumgr_unaccounted_")) == 0
         assert not [line for event in ("gpu_quarantined", "gpu_process_unattributed") for line in node.agent_log.find(event)]
-        assert (await node.run(node.pod("all", app(400)))).phase == "Running"
+        await run(node, "all", app(400))
 
 
 async def test_an_idle_daemon_ends_although_no_sample_is_taken(folder: Path) -> None:
     async with mps_node(folder, idle_seconds=0.5, sample_period_seconds=3600) as node:
-        pod = node.pod("a", app(30, 4))
-        assert (await node.run(pod)).phase == "Running"
+        pod = await run(node, "a", app(30, 4))
         pid = node.agent_log.find("mps_daemon_started")[-1]["pid"]  # the first one was a try
         node.delete(pod)
         await node.agent_log.until("mps_daemon_stopped", pid=pid)

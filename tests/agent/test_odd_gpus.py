@@ -6,7 +6,7 @@ from pathlib import Path
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE, Amounts
 from tests.background import until
 
-from .stage import app, asked, condition, events, stage, until_sampled
+from .stage import app, asked, condition, events, refused, run, stage, until_sampled
 from .test_broken_gpus import FOUR_GPUS
 from .test_replicas import BOTH, VGPU, vgpu
 
@@ -27,8 +27,8 @@ async def test_gpus_of_wsl_are_offered_with_their_device_and_closed_without_it(f
         (dev / "dxg").touch()
         await node.kubelet.until(lambda: node.kubelet.node_status()[CORE_RESOURCE].allocatable == 400)
         await node.until_offered()  # the blocks too, which have a stream of their own
-        for pod in (node.pod("share", app(30, 4)), node.pod("whole", app(200, 0))):
-            assert (await node.run(pod)).phase == "Running"
+        for name, container in (("share", app(30, 4)), ("whole", app(200, 0))):
+            pod = await run(node, name, container)
             devices = (await node.kubelet.start_container(pod, "main")).devices
             assert [(each.container_path, each.host_path) for each in devices] == [("/dev/dxg", f"{dev}/dxg")]
 
@@ -40,11 +40,9 @@ async def test_gpus_without_memory_information_are_granted_whole(folder: Path) -
         await node.agent.while_running(node.kubelet.until(lambda: MEMORY_RESOURCE in node.kubelet.node_status()))
         status = node.kubelet.node_status()
         assert (status[CORE_RESOURCE].allocatable, status[MEMORY_RESOURCE].allocatable) == (400, 0)
-        share = await node.run(node.pod("share", app(30, 4)))
-        assert share.phase == "Failed"
-        assert "nvml.unreported_memory_mebibytes" in (share.message or "")
-        for pod in (node.pod("one", app(100)), node.pod("two", app(200))):
-            assert (await node.run(pod)).phase == "Running"
+        await refused(node, "share", app(30, 4), why="nvml.unreported_memory_mebibytes")
+        for name, cores in (("one", 100), ("two", 200)):
+            await run(node, name, app(cores))
         await until_sampled(node)
         state = await asked(node, "/api/state")
         assert {(gpu["memory_bytes"], gpu["memory_blocks"], gpu["memory_used_bytes"]) for gpu in state["gpus"]} == {
@@ -63,11 +61,9 @@ async def test_a_gpu_without_memory_information_is_one_replica(folder: Path) -> 
         await node.agent.start({**BOTH, "GPUMGR_NODE_PROFILE": "hami", "GPUMGR_HAMI_DEVICE_MEMORY_SCALING": "1"})
         await node.kubelet.until_allocatable(VGPU)
         assert node.kubelet.node_status()[VGPU].allocatable == 4
-        share = await node.run(node.pod("share", vgpu(gpumem=1001)))
-        assert share.phase == "Failed"
-        assert "nvml.unreported_memory_mebibytes" in (share.message or "")
+        await refused(node, "share", vgpu(gpumem=1001), why="nvml.unreported_memory_mebibytes")
         for name, gpus in (("one", 1), ("two", 2)):
-            assert (await node.run(node.pod(name, vgpu(gpus=gpus)))).phase == "Running"
+            await run(node, name, vgpu(gpus=gpus))
         held = [amounts for each in node.ledger().allocations.values() for amounts in each.gpus.values()]
         assert held == [Amounts(100, 0)] * 3
 

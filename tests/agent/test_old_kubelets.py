@@ -10,7 +10,7 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.kubelet import SimPod
 from gpumgr.sim.kubelet_pods import SUPPORTED, V1_20, V1_25, V1_35, KubeletVersion
 
-from .stage import BLOCKS, PATIENT, app, essence, init, lose_ledger, running
+from .stage import BLOCKS, PATIENT, app, essence, init, lose_ledger, run, running
 
 OLD = [shape for shape in SUPPORTED.values() if shape is not V1_35]
 
@@ -19,10 +19,8 @@ old_kubelets = pytest.mark.parametrize("shape", OLD, ids=[shape.version for shap
 
 async def run_three(node: SimulatedNode) -> list[SimPod]:
     """An init container with two apps, two whole GPUs, and a share; a GPU has room left."""
-    pods = [node.pod("a", init(40, 8), app(30, 4), app(20, 2, "side")), node.pod("b", app(200)), node.pod("c", app(5, 1))]
-    for pod in pods:
-        assert (await node.run(pod)).phase == "Running"
-    return pods
+    pods = {"a": (init(40, 8), app(30, 4), app(20, 2, "side")), "b": (app(200),), "c": (app(5, 1),)}
+    return [await run(node, name, *containers) for name, containers in pods.items()]
 
 
 def end(node: SimulatedNode, pod: SimPod) -> None:
@@ -59,16 +57,16 @@ async def test_pods_come_and_go_as_on_a_new_one(folder: Path, shape: KubeletVers
             await node.kubelet.start_container(pod, "main")
 
         end(node, b)
-        assert (await node.run(node.pod("heir", app(200)))).phase == "Running"
+        await run(node, "heir", app(200))
         await node.agent_log.until("allocation_freed", holder="demo/b (main)")
         node.delete(b)
-        assert (await node.run(node.pod("last", app(100, BLOCKS)))).phase == "Running"
+        await run(node, "last", app(100, BLOCKS))
         assert complaints(node) == set()
 
         before = node.ledger()
         await restart(node, shape)
         assert node.ledger() == before
-        assert (await node.run(node.pod("late", app(10, 1)))).phase == "Running"
+        await run(node, "late", app(10, 1))
         assert node.disagreements() == []
         # The sweep after the end of `b` may meet the restart.
         assert complaints(node) - {"pod_resources_unavailable"} == {"registration_lost"}
@@ -79,15 +77,14 @@ async def test_a_lost_ledger_comes_from_the_kubelet(folder: Path, shape: Kubelet
     async with running(folder, command=PATIENT, shape=shape) as node:
         pods = await run_three(node)
         before = node.ledger()
-        ended = node.pod("ended", app(20, 2))
-        await node.run(ended)
+        ended = await run(node, "ended", app(20, 2))
         await lose_ledger(node)
         end(node, ended)
         await node.start_agent()
         assert essence(node.ledger()) == essence(before)
         for pod in pods:
             await node.kubelet.start_container(pod, "main")
-        assert (await node.run(node.pod("heir", app(100, BLOCKS)))).phase == "Running"
+        await run(node, "heir", app(100, BLOCKS))
         assert node.disagreements() == []
         assert complaints(node) == {"allocation_adopted"}
 
@@ -117,7 +114,7 @@ async def test_a_kubelet_is_upgraded_under_its_pods(folder: Path) -> None:
             await node.kubelet.start_container(pod, "main")
         assert node.ledger() == before
         end(node, pods[1])
-        assert (await node.run(node.pod("heir", app(300)))).phase == "Running"
+        await run(node, "heir", app(300))
         assert node.disagreements() == []
 
 

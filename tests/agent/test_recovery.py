@@ -16,14 +16,13 @@ from tests.background import until
 from tests.component.cli.examination.conftest import listening
 from tests.component.sim.kubelet.plugin import GooglePlugin
 
-from .stage import HASTY, app, essence, init, probe, running, stage
+from .stage import HASTY, app, essence, init, probe, refused, run, running, stage
 
 
 async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(folder: Path) -> None:
     async with running(folder) as node:
-        pods = [node.pod("a", init(10, 1), app(30, 4), app(20, 2, "side")), node.pod("b", app(200, 4)), node.pod("c", app(5, 1))]
-        for pod in pods:
-            await node.run(pod)
+        specs = {"a": (init(10, 1), app(30, 4), app(20, 2, "side")), "b": (app(200, 4),), "c": (app(5, 1),)}
+        pods = [await run(node, name, *containers) for name, containers in specs.items()]
         before = node.ledger()
         await node.agent.kill()
         file = folder / "checkpoint" / NAME
@@ -37,12 +36,12 @@ async def test_a_corrupt_checkpoint_is_set_aside_and_rebuilt_under_the_same_ids(
         assert node.disagreements() == []
         for pod in pods:
             await node.kubelet.start_container(pod, "main")
-        assert (await node.run(node.pod("d", app(100)))).phase == "Running"
+        await run(node, "d", app(100))
 
 
 async def test_cordons_survive_the_loss_of_the_ledger(folder: Path) -> None:
     async with running(folder) as node:
-        await node.run(node.pod("a", app(30, 4)))
+        await run(node, "a", app(30, 4))
         await node.maintain("cordon", "0", reason="broken fan")
         await node.agent.kill()
         file = folder / "checkpoint" / NAME
@@ -94,7 +93,7 @@ async def test_no_device_is_offered_while_the_gpus_of_gpu_managers_pods_are_unkn
         await node.start_agent()
         assert [line["taken"] for line in node.agent_log.find("taken_over_from_gpu_manager")] == [1]
         assert len(node.agent_log.find("foreign_allocations")) == 1
-        assert (await node.run(node.pod("new", app(80, 4)))).phase == "Running"
+        await run(node, "new", app(80, 4))
 
         async def named() -> bool:
             return [holder["pod"] for holder in (await node.graph())[0]["holders"]] == ["old"]
@@ -128,26 +127,24 @@ async def test_beside_a_gpu_manager_that_runs_nothing_is_registered(folder: Path
 
 async def test_a_disk_that_takes_nothing_more_refuses_pods_and_loses_none(folder: Path) -> None:
     async with running(folder) as node:
-        await node.run(node.pod("a", app(30, 4)))
+        await run(node, "a", app(30, 4))
         before, pid = node.ledger(), node.agent.pid
         assert pid is not None
         unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, unlimited[1]))
-        refused = node.pod("b", app(30, 4))
-        status = await node.run(refused)
-        assert status.reason == "UnexpectedAdmissionError"
-        assert "can't be saved, so it was not made" in (status.message or "")
+        failed = await refused(node, "b", app(30, 4), why="can't be saved, so it was not made")
+        assert node.kubelet.statuses[failed.uid].reason == "UnexpectedAdmissionError"
         assert node.ledger() == before
-        node.delete(refused)
+        node.delete(failed)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
+        await run(node, "b", app(30, 4))
         assert node.disagreements() == []
         assert node.agent.pid == pid
 
 
 async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
     async with running(folder) as node:
-        await node.run(node.pod("a", app(30, 4)))
+        await run(node, "a", app(30, 4))
         before = node.ledger()
         await node.agent.kill()
         with closing(sqlite3.connect(folder / "checkpoint" / NAME, isolation_level=None)) as connection:
@@ -156,4 +153,4 @@ async def test_a_damaged_history_costs_nothing_else(folder: Path) -> None:
         assert node.ledger() == before
         assert node.agent_log.find("checkpoint_set_aside") == []
         assert node.agent_log.find("history_damaged")
-        assert (await node.run(node.pod("b", app(30, 4)))).phase == "Running"
+        await run(node, "b", app(30, 4))

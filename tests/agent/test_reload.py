@@ -11,7 +11,7 @@ import yaml
 from gpumgr.sim.demo.node import SimulatedNode
 from tests.background import until
 
-from .stage import app, asked, events, introduce, running, stage, until_sampled
+from .stage import app, asked, events, introduce, run, running, stage, until_sampled
 
 
 def replace(path: Path, text: str) -> None:
@@ -43,7 +43,7 @@ async def settings_entries(node: SimulatedNode) -> list[tuple[str, str]]:
 async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> None:
     path = folder / "gpumgr.yaml"
     async with running(folder) as node:
-        assert (await node.run(node.pod("before", app(30, 4)))).phase == "Running"
+        await run(node, "before", app(30, 4))
         text = rewritten(
             path,
             placement={"share_mode": False},
@@ -66,7 +66,7 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
         await introduce(node, share)
         assert (await node.run(share)).phase == "Failed"
         assert "share" in (await node.agent_log.until("refused", container="main"))["reason"]
-        assert (await node.run(node.pod("whole", app(100)))).phase == "Running"
+        await run(node, "whole", app(100))
         api = node.api
         assert api is not None
         while "GPUDeviceCoreLimit" not in {name for name, _ in await node.metrics()}:  # noqa: ASYNC110 (it is drawn once a period)
@@ -88,12 +88,12 @@ async def test_a_config_map_that_changes_is_noticed_and_a_bad_one_keeps_the_old_
         move_link(mount, "..2", rewritten(path, placement={"policy": "spread"}))
         assert (await node.agent_log.until("config_reloaded"))["applied"] == ["placement.policy"]
         for name in ("a", "b"):
-            assert (await node.run(node.pod(name, app(30, 4)))).phase == "Running"
+            await run(node, name, app(30, 4))
         assert len({tuple(a.gpus) for a in node.ledger().allocations.values()}) == 2
         move_link(mount, "..3", rewritten(path, placement={"policy": "sprad", "share_mode": False}))
         reason = (await node.agent_log.until("config_rejected"))["reason"]
         assert "placement.policy: 'sprad' is not allowed; allowed: one of binpack, spread" in reason
-        assert (await node.run(node.pod("c", app(30, 4)))).phase == "Running"
+        await run(node, "c", app(30, 4))
         assert len({tuple(a.gpus) for a in node.ledger().allocations.values()}) == 3
         move_link(mount, "..4", rewritten(path, placement={"policy": "spread", "share_mode": True}))
         since = node.agent_log.lines.index(node.agent_log.find("config_rejected")[0])
@@ -132,7 +132,7 @@ async def test_no_settings_file_ends_the_agent_or_keeps_it_from_ending(folder: P
         path.unlink()
         os.mkfifo(path)
         await node.agent_log.until("config_rejected", since=len(node.agent_log.lines))
-        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        await run(node, "a", app(30, 4))
         assert await node.agent.stop() == 0
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from gpumgr.common.units import Amounts
 from gpumgr.sim.kubelet import SimContainer
 
-from .stage import app, essence, lose_ledger, running
+from .stage import app, essence, lose_ledger, run, running
 
 VGPU = "acme.com/vgpu"
 BOTH = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_COUNT_RESOURCE": VGPU, "GPUMGR_HAMI_DEVICE_MEMORY_SCALING": "2"}
@@ -17,13 +17,8 @@ def vgpu(name: str = "main", gpus: int = 1, **amounts: int) -> SimContainer:
 
 async def test_pods_keep_their_replicas_over_restarts_and_a_lost_ledger(folder: Path) -> None:
     async with running(folder, environ=BOTH) as node:
-        pods = [
-            node.pod("vcuda", app(30, 4)),
-            node.pod("a", vgpu(gpumem=1001)),
-            node.pod("b", vgpu(gpus=2, gpumem=600, gpucores=10)),
-        ]
-        for pod in pods:
-            assert (await node.run(pod)).phase == "Running"
+        specs = {"vcuda": app(30, 4), "a": vgpu(gpumem=1001), "b": vgpu(gpus=2, gpumem=600, gpucores=10)}
+        pods = [await run(node, name, container) for name, container in specs.items()]
         before = node.ledger()
         (a,) = before.of(None, pods[1].uid)
         ((gpu, counted),) = a.gpus.items()
@@ -36,4 +31,4 @@ async def test_pods_keep_their_replicas_over_restarts_and_a_lost_ledger(folder: 
             assert essence(node.ledger()) == essence(before)
             for pod in pods:
                 await node.kubelet.start_container(pod, "main")
-        assert (await node.run(node.pod("c", vgpu(gpumem=100)))).phase == "Running"
+        await run(node, "c", vgpu(gpumem=100))

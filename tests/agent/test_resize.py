@@ -9,7 +9,7 @@ from gpumgr.sim.demo.node import SimulatedNode
 from tests.background import until
 
 from .limiter import limits, started
-from .stage import RUNNER, app, gpumgr, running
+from .stage import RUNNER, app, gpumgr, run, running
 
 SETTINGS: Final = {
     "nvml": {"sample_period_seconds": 0.2},
@@ -63,6 +63,5 @@ async def test_a_pod_starts_next_to_a_resized_one_although_the_next_sample_is_an
         await node.agent.kill()
         node.config.write_text(node.config.read_text().replace("sample_period_seconds: 0.2", "sample_period_seconds: 3600"))
         await node.start_agent()
-        after = node.pod("next", app(30, 8))
-        assert (await node.run(after)).phase == "Running"
+        after = await run(node, "next", app(30, 8))
         assert node.gpus_of(after) == node.gpus_of(pod)

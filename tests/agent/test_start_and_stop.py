@@ -12,7 +12,7 @@ import pytest
 from gpumgr.ledger.store import NAME
 from gpumgr.sim.demo.process import AgentProcess
 
-from .stage import app, running, stage
+from .stage import app, run, running, stage
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def test_the_service_manager_is_notified_of_start_watchdog_and_stop(folder
         await until_notified(notifications, "WATCHDOG=1")
         node.control.lose_gpu(3)
         await until_notified(notifications, "STATUS=registered 2/2, 3 of 4 GPUs offered")
-        await node.run(node.pod("a", app(30, 4)))
+        await run(node, "a", app(30, 4))
         assert await node.agent.stop() == 0
         assert await until_notified(notifications, "STOPPING=1")
         assert not list(node.kubelet.plugin_folder.glob("gpumgr-*"))
@@ -62,7 +62,7 @@ async def test_there_is_one_agent_on_a_node(folder: Path) -> None:
         await second.start()
         assert await second.ended() == 3
         assert "another" in (await node.agent_log.until("ended"))["reason"]
-        assert (await node.run(node.pod("a", app(30, 4)))).phase == "Running"
+        await run(node, "a", app(30, 4))
 
 
 async def test_wrong_settings_are_named_and_end_with_2(folder: Path) -> None:

@@ -14,7 +14,7 @@ from gpumgr.sim.demo.node import SimulatedNode
 from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet_pods import V1_20, V1_25, V1_35, V1_37, KubeletVersion
 
-from .stage import SIM, app, stage
+from .stage import SIM, app, run, stage
 
 
 @contextlib.asynccontextmanager
@@ -62,18 +62,17 @@ async def test_the_next_agent_registers_when_the_streams_of_the_former_one_have_
 ) -> None:
     """A kubelet before 1.36 takes a stream that ends later for the new one's, and disconnects that."""
     async with updating(folder, shape=shape) as node:
-        held = [node.pod(f"held-{number}", app(30, 4)) for number in range(2)]
-        for pod in held:
-            assert (await node.run(pod)).phase == "Running"
-        before, old = node.ledger(), node.agent
+        for number in range(2):
+            await run(node, f"held-{number}", app(30, 4))
+        old = node.agent
         async with beside(node) as new:
             await until_it_waits(new)
-            assert (await node.run(node.pod("between", app(10, 1)))).phase == "Running"
+            await run(node, "between", app(10, 1))
             before = node.ledger()
             assert await old.stop() == 0
             await until_served_by(node, new)
             assert node.ledger() == before
-            assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+            await run(node, "later", app(20, 2))
             assert node.disagreements() == []
             events = [line["event"] for line in new.agent_log.lines]
             assert events.index("other_agent_ended") < events.index("registered")
@@ -86,20 +85,19 @@ async def test_a_version_with_bad_settings_never_replaces_the_agent(folder: Path
     async with updating(folder) as node:
         async with beside(node, "--set", "kubernetes.kubeconfig=/nowhere") as new:
             assert await new.ended() == 2
-        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+        await run(node, "later", app(20, 2))
         assert node.agent_log.find("stopping") == []
 
 
 async def test_an_agent_that_is_killed_is_followed_by_the_one_that_waits(folder: Path) -> None:
     async with updating(folder) as node, beside(node) as new:
-        pod = node.pod("held", app(30, 4))
-        await node.run(pod)
+        await run(node, "held", app(30, 4))
         await until_it_waits(new)
         before = node.ledger()
         await node.agent.kill()
         await until_served_by(node, new)
         assert node.ledger() == before
-        assert (await node.run(node.pod("later", app(20, 2)))).phase == "Running"
+        await run(node, "later", app(20, 2))
         async with beside(node) as back:  # the container of the killed one starts again
             await until_it_waits(back)
         assert node.disagreements() == []

@@ -6,7 +6,7 @@ from typing import Final
 from gpumgr.sim.demo.node import SimulatedNode
 from tests.background import until
 
-from .stage import app, running
+from .stage import app, run, running
 
 MIB = 1 << 20
 #: (pod, container) -> bytes over all its GPUs
@@ -32,10 +32,8 @@ async def summed(node: SimulatedNode) -> Told:
 
 async def test_memory_is_attributed_to_the_pod_of_the_process(folder: Path) -> None:
     async with running(folder, settings=QUICK) as node:
-        first, whole = node.pod("first", app(30, 4)), node.pod("whole", app(200))
-        second = node.pod("second", app(20, 4), app(10, 2, "side"))
-        for pod in (first, second, whole):
-            assert (await node.run(pod)).phase == "Running"
+        first, second = await run(node, "first", app(30, 4)), await run(node, "second", app(20, 4), app(10, 2, "side"))
+        whole = await run(node, "whole", app(200))
         node.use(first, memory_bytes=700 * MIB, sm_percent=20)
         node.use(second, "side", memory_bytes=300 * MIB, sm_percent=5)
         node.use(whole, memory_bytes=2000 * MIB, sm_percent=80)
