@@ -94,8 +94,7 @@ class Admissions(RuleBasedStateMachine):
         for pod in list(world.active.values()):
             world.end(pod)
         # For 30 s after a start of the agent a list counts as incomplete: a pod without a known UID stays that long.
-        for _ in range(18):
-            await world.sweep(2)
+        await world.sweep(2, times=18)
         assert not world.ledger.allocations
         assert not world.checkpoint.allocations
         world.device_lists.close()

@@ -62,8 +62,7 @@ async def test_an_earlier_incarnation_in_the_cache_does_not_affect_the_present_o
     old = world.pod("web-0", app(20, 2))
     world.tell(old, "Failed")
     new = await world.run(world.pod("web-0", app(50, 4)))
-    for _ in range(4):
-        await world.sweep(2)
+    await world.sweep(2, times=4)
     world.check_ids()
     world.check_places()
     world.tell(new, "Running")
@@ -91,8 +90,7 @@ async def test_a_name_that_recurs_after_a_kubelet_restart_is_the_newest(order: s
     first = await world.run(world.pod("web-0", app(20, 2)))
     world.reconciler.kubelet_restarted()
     world.end(first)
-    for _ in range(7):
-        await world.sweep(2)
+    await world.sweep(2, times=7)
     assert not world.ledger.allocations
     await world.admit(world.pod("other", app(60, 8)))
     second = world.pod("web-0", app(20, 3))
@@ -221,12 +219,10 @@ async def test_a_call_that_fits_no_listed_pod_has_no_caller() -> None:
     await world.run(world.pod("c", app(95, 2)))
     world.check_names()
     assert len(world.ledger.allocations) == 4
-    for _ in range(PATIENCE_WHILE_INCOMPLETE):
-        await world.sweep(2)
+    await world.sweep(2, times=PATIENCE_WHILE_INCOMPLETE)
     assert len(world.ledger.allocations) == 4, "the kubelet's list may be incomplete"
     world.clock.now += INCOMPLETE_SECONDS
-    for _ in range(PATIENCE):
-        await world.sweep(2)
+    await world.sweep(2, times=PATIENCE)
     assert len(world.ledger.allocations) == 3
 
 
@@ -364,8 +360,7 @@ async def test_a_refused_pod_is_not_the_next_caller(granted: int, away: bool) ->
     await world.admit(second)
     assert {a.id for a in world.ledger.of(("team", "first"), first.uid)} <= before
     world.away = False
-    for _ in range(PATIENCE_WHILE_INCOMPLETE):
-        await world.sweep(2)
+    await world.sweep(2, times=PATIENCE_WHILE_INCOMPLETE)
     world.check_names()
 
 

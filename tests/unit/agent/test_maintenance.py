@@ -17,13 +17,14 @@ from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import ClaimRequest
 from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse, UnattributedProcess
-from gpumgr.placement.devices import GpuProcess, NodeSnapshot, Topology
+from gpumgr.placement.devices import GpuProcess, Topology
 from gpumgr.placement.pods import ClaimUse, PodKey, PodView
 from gpumgr.sim.kubelet_pods import SimPod
 from tests.component.stage.stage import app, snapshot
 from tests.unit.agent.world import Refused, World
 
 FIRST = "GPU-00000000-1111-2222-3333-444444444444"
+OTHER = "GPU-aaaaaaaa-1111-2222-3333-444444444444"
 
 
 class Driver:
@@ -64,10 +65,6 @@ class MemoryEvictor:
     def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:  # noqa: ARG002
         self.wanted[requester] = list(evictions)
 
-    @property
-    def evicted(self) -> list[tuple[PodKey, str, str]]:
-        return [(each.pod, each.uid, each.reason) for evictions in self.wanted.values() for each in evictions]
-
 
 class Bench:
     """A node of `gpus` GPUs with 16 blocks each, and the maintenance of it."""
@@ -85,8 +82,8 @@ class Bench:
         self.maintenance = self.again()
 
     @classmethod
-    async def made(cls, gpus: int = 1, *, node: NodeSnapshot | None = None, **options: bool) -> "Bench":
-        return cls(await World.made(node or snapshot(gpus, 16)), **options)
+    async def made(cls, gpus: int = 1, **options: bool) -> "Bench":
+        return cls(await World.made(snapshot(gpus, 16)), **options)
 
     def again(self) -> Maintenance:
         """As after a restart, before `restore`."""
@@ -111,7 +108,7 @@ class Bench:
 
     @property
     def evicted(self) -> list[tuple[PodKey, str, str]]:
-        return self.publisher.evicted
+        return [(each.pod, each.uid, each.reason) for evictions in self.publisher.wanted.values() for each in evictions]
 
     async def maintain(self, action: Action, gpu: str = "0", **more: Any) -> dict[str, Any]:
         answer = await self.maintenance.execute(MaintenanceRequest(action=action, gpu=gpu, **more))
@@ -124,6 +121,11 @@ class Bench:
 
     async def run(self, name: str, cores: int = 30, blocks: int = 4) -> SimPod:
         return await self.world.run(self.world.pod(name, app(cores, blocks)))
+
+    def change(self, **fields: Any) -> None:
+        """The only allocation gets these fields."""
+        (allocation,) = self.world.ledger.allocations.values()
+        self.world.agent_state.put(self.world.ledger.occupy(replace(allocation, **fields)))
 
     @property
     def told(self) -> list[tuple[str | None, str]]:
@@ -154,9 +156,8 @@ async def test_a_cordoned_gpu_gets_no_new_container_and_keeps_the_running_ones(b
     (entry,) = [entry for entry in bench.world.agent_state.history.entries() if entry.what == "gpu"]
     assert (entry.code, entry.why, entry.gpus) == ("cordoned", "broken fan", ("00000000",))
     await bench.world.agent_state.history.flush()
-    assert [each.code for each in bench.world.checkpoint.entries if each.what == "gpu"] == ["cordoned"], (
-        "saved with the cordon, once"
-    )
+    saved = [each.code for each in bench.world.checkpoint.entries if each.what == "gpu"]
+    assert saved == ["cordoned"], "saved with the cordon, once"
 
 
 async def test_a_cordon_that_can_not_be_saved_is_not_made(bench: Bench) -> None:
@@ -224,8 +225,7 @@ async def test_a_drain_lists_the_remaining_containers_until_none_is_left(bench: 
     assert (row["cores"], row["memory_bytes"], row["granted_at"]) == (30, 4 * BLOCK_BYTES, bench.world.wall)
     assert (answer["empty"], answer["cordon"]["draining"], bench.evicted) == (False, True, [])
     bench.world.end(pod)
-    await bench.world.sweep(2)
-    await bench.world.sweep(2)
+    await bench.world.sweep(2, times=2)
     assert (await bench.maintain("drain"))["empty"]
     assert bench.told == [("draining", "broken fan")]
 
@@ -275,9 +275,7 @@ async def test_each_pod_is_evicted_once_and_the_history_has_the_reason(bench: Be
 
 async def test_all_pods_of_a_claim_are_evicted(bench: Bench) -> None:
     await bench.run("first")
-    (allocation,) = bench.world.ledger.allocations.values()
-    claim = ClaimRequest(uid="c", namespace="team", name="shared", request="gpu")
-    bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, claim=claim)))
+    bench.change(claim=ClaimRequest(uid="c", namespace="team", name="shared", request="gpu"))
     use = ClaimUse(container="main", claim="shared")
     for name in ("first", "second"):
         bench.world.pods.views["team", name] = PodView(
@@ -288,8 +286,7 @@ async def test_all_pods_of_a_claim_are_evicted(bench: Bench) -> None:
 
 async def test_a_container_without_a_known_pod_is_not_evicted_and_reported(bench: Bench) -> None:
     pod = await bench.run("first")
-    (allocation,) = bench.world.ledger.allocations.values()
-    bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+    bench.change(pod=None)
     assert (await bench.maintain("drain", evict=True))["evicting"] == ["team/first"]
     bench.world.end(pod, None)
     answer = await bench.maintain("drain", evict=True)
@@ -299,16 +296,14 @@ async def test_a_container_without_a_known_pod_is_not_evicted_and_reported(bench
     assert [name for name, _, _ in bench.evicted] == [("team", "first")]
 
 
-@pytest.mark.parametrize("ledger_has", ["the mirror's UID", "the kubelet's UID", "no name"])
-async def test_a_static_pod_is_not_evicted(bench: Bench, ledger_has: str) -> None:
+@pytest.mark.parametrize(
+    "known", [{}, {"uid": "of-the-file"}, {"pod": None}], ids=["the mirror's UID", "the kubelet's UID", "no name"]
+)
+async def test_a_static_pod_is_not_evicted(bench: Bench, known: dict[str, Any]) -> None:
     pod = await bench.run("first")
     view = bench.world.pods.views["team", "first"]
     bench.world.pods.views["team", "first"] = replace(view, runtime_uid="of-the-file")
-    (allocation,) = bench.world.ledger.allocations.values()
-    if ledger_has == "the kubelet's UID":
-        bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, uid="of-the-file")))
-    elif ledger_has == "no name":
-        bench.world.agent_state.put(bench.world.ledger.occupy(replace(allocation, pod=None)))
+    bench.change(**known)
     answer = await bench.maintain("drain", evict=True)
     assert (answer["evicting"], bench.evicted) == ([], [])
     (who,) = answer["not_evicted"]
@@ -369,9 +364,7 @@ async def test_a_gpu_that_is_cordoned_and_empty_is_reset(bench: Bench, lost: boo
     await bench.maintain("cordon", reason="broken fan")
     bench.driver.processes_of = {FIRST: None} if lost else {}
     bench.driver.error = NvmlError("nvidia-smi says (exit code 255): In use by another client")
-    assert await bench.refused("reset") == (
-        "GPU0 (00000000) was not reset: nvidia-smi says (exit code 255): In use by another client"
-    )
+    assert await bench.refused("reset") == f"GPU0 (00000000) was not reset: {bench.driver.error}"
     bench.driver.error = None
     answer = await bench.maintain("reset")
     assert (answer["said"], answer["cordon"]["reason"]) == ("GPU 00000000:00:00.0 was successfully reset.", "broken fan")
@@ -398,11 +391,15 @@ async def test_a_gpu_in_use_is_not_reset(bench: Bench) -> None:
 # -- GPUs that are gone ------------------------------------------------------------------------------------------------------
 
 
-async def show(bench: Bench, node: NodeSnapshot, *gpus: int, new_uuid: str | None = None) -> None:
-    """The driver lists these GPUs of the node; `new_uuid`: the last one is another GPU."""
+BOTH = [FIRST, "GPU-00000001-1111-2222-3333-444444444444"]
+
+
+async def show(bench: Bench, *gpus: int, replaced: bool = False) -> None:
+    """The driver lists these GPUs of the node; `replaced`: OTHER is in the place of the last one."""
+    node = bench.world.node
     listed = [node.gpus[index] for index in gpus]
-    if new_uuid is not None:
-        listed[-1] = replace(listed[-1], uuid=new_uuid)
+    if replaced:
+        listed[-1] = replace(listed[-1], uuid=OTHER)
     levels = tuple(tuple(node.topology.levels[a][b] for b in gpus) for a in gpus)
     links = tuple((0,) * len(gpus) for _ in gpus)
     await bench.world.agent_state.set_snapshot(replace(node, gpus=tuple(listed), topology=Topology(levels, links)))
@@ -413,94 +410,86 @@ def registered(bench: Bench) -> list[str]:
 
 
 async def test_a_gpu_that_is_gone_and_holds_nothing_is_forgotten_on_request() -> None:
-    node = snapshot(2, 16)
-    bench = await Bench.made(node=node)
+    bench = await Bench.made(2)
     pod = await bench.run("train")
-    assert (
-        await bench.refused("forget")
-        == "GPU0 (00000000) can't be forgotten: the driver lists it; `gpumgr gpu cordon` takes it out of service"
-    )
-    await show(bench, node, 1)
+    why = "the driver lists it; `gpumgr gpu cordon` takes it out of service"
+    assert await bench.refused("forget") == f"GPU0 (00000000) can't be forgotten: {why}"
+    await show(bench, 1)
     assert "train" in await bench.refused("forget", gpu=FIRST)
-    assert registered(bench) == [gpu.uuid for gpu in node.gpus]
+    assert registered(bench) == BOTH
     bench.world.end(pod)
     await bench.world.sweep()
     answer = await bench.maintain("forget", FIRST, reason="sent back")
     assert (answer["gpu"]["name"], answer["containers"]) == ("00000000", [])
-    assert registered(bench) == [node.gpus[1].uuid]
-    assert [gpu.gpu.name for gpu in bench.world.agent_state.inventory.node_devices(bench.world.agent_state.ledger, ())] == [
-        "00000001"
-    ]
+    assert registered(bench) == [BOTH[1]]
+    state = bench.world.agent_state
+    assert [gpu.gpu.name for gpu in state.inventory.node_devices(state.ledger, ())] == ["00000001"]
     assert bench.told == [("forgotten", "sent back")]
     with pytest.raises(InputError, match="no GPU of this node is called"):
         await bench.maintain("forget", FIRST)
-    await show(bench, node, 0, 1)
-    assert registered(bench) == [node.gpus[1].uuid, FIRST], "it is registered again when it comes back"
+    await show(bench, 0, 1)
+    assert registered(bench) == [BOTH[1], FIRST], "it is registered again when it comes back"
 
 
 async def test_nothing_is_forgotten_before_the_driver_answers_or_if_it_can_not_be_saved() -> None:
-    node = snapshot(2, 16)
-    bench = await Bench.made(node=node)
+    bench = await Bench.made(2)
     bench.world.agent_state.inventory = replace(bench.world.agent_state.inventory, snapshot=EMPTY)
     assert "the driver has not listed the node's GPUs yet" in await bench.refused("forget", gpu=FIRST)
-    await show(bench, node, 1)
+    await show(bench, 1)
     bench.world.checkpoint.full = True
     assert "nothing was changed" in await bench.refused("forget", gpu=FIRST)
     assert FIRST in bench.world.agent_state.ledger.gpu_registry.by_uuid
 
 
 async def test_a_gpu_is_forgotten_by_itself_some_seconds_after_another_one_is_at_its_address() -> None:
-    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
-    bench = await Bench.made(node=node)
+    bench = await Bench.made(2)
     await bench.gone_gpus.look()
-    await show(bench, node, 0)
+    await show(bench, 0)
     bench.now = 100.0
     await bench.gone_gpus.look()
-    assert registered(bench) == [gpu.uuid for gpu in node.gpus], "nothing is at its address"
-    await show(bench, node, 0, 1, new_uuid=other)
+    assert registered(bench) == BOTH, "nothing is at its address"
+    await show(bench, 0, 1, replaced=True)
     for bench.now in (200.0, 209.0):
         await bench.gone_gpus.look()
         assert len(registered(bench)) == 3
     bench.now = 210.0
     await bench.gone_gpus.look()
-    assert registered(bench) == [FIRST, other]
-    assert bench.told == [("forgotten", f"{other} is at its PCI address {node.gpus[1].bus_id}")]
+    assert registered(bench) == [FIRST, OTHER]
+    assert bench.told == [("forgotten", f"{OTHER} is at its PCI address {bench.world.node.gpus[1].bus_id}")]
 
 
 async def test_a_gpu_that_is_not_listed_at_a_restart_is_forgotten_when_another_one_comes_to_its_address() -> None:
     """The first samples come before the note is restored."""
-    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
-    bench = await Bench.made(node=node)
+    bench = await Bench.made(2)
     await bench.gone_gpus.look()
-    await show(bench, node, 0)
+    await show(bench, 0)
     noted = dict(bench.world.checkpoint.notes)
     bench.gone_gpus = GoneGpus(bench.world.agent_state, clock=lambda: bench.now)
     await bench.gone_gpus.look()
     assert bench.world.checkpoint.notes == noted
     bench.gone_gpus.restore(noted)
     await bench.gone_gpus.look()
-    await show(bench, node, 0, 1, new_uuid=other)
+    await show(bench, 0, 1, replaced=True)
     for bench.now in (100.0, 110.0):
         await bench.gone_gpus.look()
-    assert registered(bench) == [FIRST, other]
+    assert registered(bench) == [FIRST, OTHER]
 
 
 @pytest.mark.parametrize("note", ["{", "[]", '{"GPU-1": 2}'])
 async def test_a_note_of_addresses_that_can_not_be_read_is_begun_anew(note: str) -> None:
-    bench = await Bench.made(node=snapshot(2, 16))
+    bench = await Bench.made(2)
     bench.gone_gpus.restore({ADDRESSES_NOTE: note})
     await bench.gone_gpus.look()
     assert FIRST in bench.world.checkpoint.notes[ADDRESSES_NOTE]
 
 
 async def test_a_gpu_that_was_replaced_before_a_restart_is_forgotten_unless_it_holds_something() -> None:
-    node, other = snapshot(2, 16), "GPU-aaaaaaaa-1111-2222-3333-444444444444"
-    bench = await Bench.made(node=node)
+    bench = await Bench.made(2)
     pod = await bench.run("train", 100)
     (name,) = next(iter(bench.world.agent_state.ledger.allocations.values())).gpus
     index = int(name, 16)
     await bench.gone_gpus.look()
-    await show(bench, node, 1 - index, index, new_uuid=other)
+    await show(bench, 1 - index, index, replaced=True)
     await bench.gone_gpus.look()
     bench.gone_gpus = GoneGpus(bench.world.agent_state, clock=lambda: bench.now)
     bench.gone_gpus.restore(bench.world.checkpoint.notes)
@@ -510,7 +499,7 @@ async def test_a_gpu_that_was_replaced_before_a_restart_is_forgotten_unless_it_h
     bench.world.end(pod)
     await bench.world.sweep()
     await bench.gone_gpus.look()
-    assert registered(bench) == [node.gpus[1 - index].uuid, other]
+    assert registered(bench) == [BOTH[1 - index], OTHER]
 
 
 # -- names of GPUs in requests ----------------------------------------------------------------------------------------------

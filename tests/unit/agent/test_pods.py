@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Collection
-from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -89,6 +88,8 @@ def test_every_living_pod_that_uses_a_claim_is_one_of_its_allocation_and_its_own
     assert pods_of(gone, MemoryPods()) == [(("team", "ended"), "uid-ended")]
 
 
+DELETED = replace(web(), deleted=True)
+
 # -- ends --------------------------------------------------------------------------------------------------------------------
 
 
@@ -96,15 +97,9 @@ def test_every_living_pod_that_uses_a_claim_is_one_of_its_allocation_and_its_own
     ("holder", "shown", "api_server", "sandbox", "ended"),
     [
         pytest.param("1", web(), "reachable", None, False, id="it runs, whatever the runtime has"),
-        pytest.param(
-            "1", replace(web(), deleted=True), "reachable", "1", False, id="it is being deleted, and its sandbox is ready"
-        ),
-        pytest.param(
-            "1", replace(web(), deleted=True), "reachable", None, True, id="it is being deleted, and has no ready sandbox"
-        ),
-        pytest.param(
-            "1", replace(web(), deleted=True), "reachable", "error", False, id="it is being deleted, and no runtime answers"
-        ),
+        pytest.param("1", DELETED, "reachable", "1", False, id="it is being deleted, and its sandbox is ready"),
+        pytest.param("1", DELETED, "reachable", None, True, id="it is being deleted, and has no ready sandbox"),
+        pytest.param("1", DELETED, "reachable", "error", False, id="it is being deleted, and no runtime answers"),
         pytest.param("1", web(phase="Failed"), "reachable", "1", True, id="it has ended"),
         pytest.param("1", web(phase="Failed"), "down", "1", True, id="an end is final, also during an outage"),
         pytest.param("1", None, "reachable", "1", True, id="it is deleted"),
@@ -129,7 +124,7 @@ def test_every_living_pod_that_uses_a_claim_is_one_of_its_allocation_and_its_own
     ],
 )
 async def test_what_proves_an_end(
-    holder: str | None, shown: PodView | None, api_server: Literal["reachable", "down"], sandbox: str | None, ended: bool | None
+    holder: str | None, shown: PodView | None, api_server: str, sandbox: str | None, ended: bool | None
 ) -> None:
     pods = MemoryPods({WEB: shown} if shown else {}, down=api_server == "down")
     found = await PodEnds(pods, runtime_with(WEB, sandbox), node=NODE, clock=Clock()).find(
@@ -207,8 +202,7 @@ async def test_ids_that_the_kubelet_forgot_before_any_list_stay_until_no_listed_
         await world.sweep()
         world.check_ids()
     world.end(first)
-    for _ in range(40):
-        await world.sweep()
+    await world.sweep(times=40)
     assert not world.ledger.allocations
 
 

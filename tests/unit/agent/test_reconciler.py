@@ -82,8 +82,7 @@ async def test_one_list_call_proves_no_absence(world: World) -> None:
 async def test_absence_of_a_pod_that_the_api_server_has_proves_nothing(world: World) -> None:
     pod = await world.run(world.pod("a", app(20, 2)))
     del world.active[pod.uid]
-    for _ in range(10):
-        await world.sweep()
+    await world.sweep(times=10)
     assert world.ledger.allocations
 
 
@@ -127,22 +126,19 @@ async def test_what_only_an_incomplete_list_lacks_is_kept(world: World) -> None:
     pods = [await world.run(world.pod(f"p{n}", app(20, 2))) for n in range(3)]
     world.pods.down, world.runtime.error, world.sources_ready = True, "no socket", False
     world.reconciler.kubelet_restarted()
-    for _ in range(2 * PATIENCE_WHILE_INCOMPLETE):
-        await world.sweep()
+    await world.sweep(times=2 * PATIENCE_WHILE_INCOMPLETE)
     assert len(world.ledger.allocations) == len(pods)
     world.end(pods[0])
     world.sources_ready = True
     world.clock.now += INCOMPLETE_SECONDS
-    for _ in range(PATIENCE):
-        await world.sweep()
+    await world.sweep(times=PATIENCE)
     assert {a.uid for a in world.ledger.allocations.values()} == {pod.uid for pod in pods[1:]}
 
 
 async def test_unavailable_podresources_free_nothing(world: World) -> None:
     await deleted(world)
     world.away = True
-    for _ in range(10):
-        await world.sweep()
+    await world.sweep(times=10)
     assert world.ledger.allocations
 
 
@@ -222,8 +218,7 @@ async def test_pods_of_gpu_manager_keep_their_gpus_until_they_end() -> None:
     await world.sweep(2)
     assert any(a.anonymous for a in world.ledger.allocations.values())
     world.end(old, None)
-    await world.sweep(2)
-    await world.sweep(2)
+    await world.sweep(2, times=2)
     assert not any(a.anonymous for a in world.ledger.allocations.values())
     await world.run(world.pod("next", app(60, 10)))
 
@@ -231,6 +226,5 @@ async def test_pods_of_gpu_manager_keep_their_gpus_until_they_end() -> None:
 async def test_a_record_without_a_name_stays_without_an_api_server() -> None:
     world = await migrated(SHARE)
     world.pods.synced = False
-    for _ in range(20):
-        await world.sweep(2)
+    await world.sweep(2, times=20)
     assert world.ledger.allocations

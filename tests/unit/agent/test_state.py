@@ -50,8 +50,7 @@ async def test_a_gpu_that_has_less_memory_now_keeps_its_ids_and_offers_what_it_h
     """ECC was turned on. Blocks in use stay Healthy: the kubelet would fail their pod's restart."""
     pod = await world.run(world.pod("first", app(50, 4)))
     await world.agent_state.set_snapshot(with_memory(snapshot(1, 16), 0, 2))
-    await world.sweep(2)
-    await world.sweep(2)
+    await world.sweep(2, times=2)
     assert len(world.kubelet.devices[MEMORY_RESOURCE]) == 16
     assert healthy_blocks(world) == 4
     assert world.kubelet.healthy[MEMORY_RESOURCE] == world.held(pod, "main", "memory")
@@ -70,7 +69,7 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
     world = await World.made(snapshot(2, 16))
     pods = [await world.run(world.pod(f"p{n}", app(100, 16))) for n in range(2)]
     await world.agent_state.set_snapshot(snapshot(1, 16))
-    assert list(world.agent.view().node.unschedulable.values()) == ["the driver does not list it"]
+    assert out_of_service(world) == ["the driver does not list it"]
     assert healthy_blocks(world) == 16
     assert len(world.kubelet.devices[MEMORY_RESOURCE]) == 32
     await world.sweep(2)
@@ -80,7 +79,7 @@ async def test_a_gpu_that_vanishes_keeps_its_allocations_and_their_ids() -> None
     world.end(pods[0])
     await world.run(world.pod("fourth", app(10, 1)))
     await world.agent_state.set_snapshot(snapshot(2, 16))
-    assert not world.agent.view().node.unschedulable
+    assert not out_of_service(world)
 
 
 # -- a whole GPU's memory ------------------------------------------------------------------------------------------------
@@ -100,21 +99,20 @@ async def test_blocks_of_a_whole_gpu_without_memory_are_withdrawn_at_once_where_
     assert healthy_blocks(world) == 16
 
 
-async def test_without_a_spec_blocks_are_withdrawn_after_the_memory_call() -> None:
+@pytest.mark.parametrize("starts", [False, True])
+async def test_without_a_spec_blocks_are_withdrawn_when_no_memory_call_follows_or_the_container_starts(starts: bool) -> None:
     world = await opened(known=False)
     world.agent_state.publish()
     assert healthy_blocks(world) == 32
-    world.clock.now += OPEN_SECONDS
-    await world.sweep()
+    if starts:
+        await world.start(next(iter(world.active.values())))
+    else:
+        world.clock.now += OPEN_SECONDS
+        await world.sweep()
     assert healthy_blocks(world) == 16
 
 
-async def test_without_a_spec_blocks_are_withdrawn_at_the_containers_start() -> None:
-    world = await opened(known=False)
-    pod = next(iter(world.active.values()))
-    await world.start(pod)
-    assert healthy_blocks(world) == 16
-
+HELD = "in quarantine: processes of an ended pod still run there (pid 7)"
 
 # -- quarantine ----------------------------------------------------------------------------------------------------------
 
@@ -128,16 +126,25 @@ async def sample(world: World, *pids: int, gpu: int = 0) -> None:
     await world.agent_state.set_sample(what, {pid: 100 * pid for pid in pids})
 
 
+def out_of_service(world: World) -> list[str]:
+    """The reasons."""
+    return list(world.agent.view().node.unschedulable.values())
+
+
+async def restarted(world: World) -> None:
+    """The agent has noted the quarantine, and starts again with it."""
+    await world.agent_state.note_quarantine()
+    await world.restart()
+    world.agent_state.restore_quarantine(world.checkpoint.notes)
+
+
 async def left_behind(world: World) -> None:
     """A pod that was on GPU 0 ends; its process 7 stays. Process 3 was there before it."""
     await sample(world, 3)
     pod = await world.run(world.pod("tenant", app(100, 16)))
     await sample(world, 3, 7)
     world.end(pod, None)
-    await world.sweep(2)
-    await world.sweep(2)
-    for _ in range(4):
-        await world.sweep(2)
+    await world.sweep(2, times=6)
     assert not world.ledger.allocations
 
 
@@ -153,8 +160,7 @@ async def test_a_sample_without_news_keeps_what_was_computed_of_the_inventory(wo
 @pytest.mark.peer_bug("B1: it resets a GPU after its pod, and loses it if that fails")
 async def test_a_gpu_with_an_ended_pods_process_waits_for_its_end(world: World) -> None:
     await left_behind(world)
-    reason = "in quarantine: processes of an ended pod still run there (pid 7)"
-    assert list(world.agent.view().node.unschedulable.values()) == [reason]
+    assert out_of_service(world) == [HELD]
     with pytest.raises(Refused):
         await world.admit(world.pod("next", app(10, 1)))
     await sample(world, 3)
@@ -166,10 +172,10 @@ async def test_an_ordinary_end_holds_the_gpu_back_without_a_warning(world: World
     """On an H200 a container with 35 GiB leaves the driver's list half a second after its pod's end."""
     with capture_logs() as logs:
         await left_behind(world)
-        assert world.agent.view().node.unschedulable
+        assert out_of_service(world)
         world.clock.now += 0.5
         await sample(world, 3)
-        assert not world.agent.view().node.unschedulable
+        assert not out_of_service(world)
     assert not [entry for entry in logs if entry["event"] in ("gpu_quarantined", "gpu_released")]
 
 
@@ -192,20 +198,18 @@ async def test_the_next_quarantine_of_a_gpu_is_expected_again(world: World) -> N
     with capture_logs() as logs:
         await left_behind(world)
         await sample(world, 3, 7)
-    assert world.agent.view().node.unschedulable
+    assert out_of_service(world)
     assert not [entry for entry in logs if entry["event"] == "gpu_quarantined"]
 
 
 async def test_the_quarantine_survives_a_restart(world: World) -> None:
     await left_behind(world)
-    await world.agent_state.note_quarantine()
-    await world.restart()
-    world.agent_state.restore_quarantine(world.checkpoint.notes)
-    assert world.agent.view().node.unschedulable
+    await restarted(world)
+    assert out_of_service(world)
     world.processes = set()
     await sample(world)
     await world.agent_state.note_quarantine()
-    assert not world.agent.view().node.unschedulable
+    assert not out_of_service(world)
     assert '"held":{}' in world.checkpoint.notes[QUARANTINE_NOTE]
 
 
@@ -218,10 +222,9 @@ async def test_an_unattributed_process_is_still_unattributed_after_a_restart(wor
     world.agent_state.restore_quarantine(world.checkpoint.notes)
     await sample(world, 3)
     world.end(pod, None)
-    for _ in range(6):
-        await world.sweep(2)
+    await world.sweep(2, times=6)
     assert not world.ledger.allocations
-    assert not world.agent.view().node.unschedulable
+    assert not out_of_service(world)
 
 
 async def test_two_halves_of_a_share_that_become_one_allocation_are_not_freed() -> None:
@@ -264,8 +267,6 @@ async def test_a_sample_before_the_notes_are_read_is_judged_again(world: World) 
     await sample(world, 3, 7)
     world.agent_state.restore_quarantine(world.checkpoint.notes)
     world.end(pod, None)
-    for _ in range(6):
-        await world.sweep(2)
+    await world.sweep(2, times=6)
     assert not world.ledger.allocations
-    reason = "in quarantine: processes of an ended pod still run there (pid 7)"
-    assert list(world.agent.view().node.unschedulable.values()) == [reason]
+    assert out_of_service(world) == [HELD]

@@ -344,9 +344,10 @@ class World(MemoryAgent):
             else:
                 self.tell(pod, phase)
 
-    async def sweep(self, seconds: float = 1.0) -> None:
-        self.clock.now += seconds
-        assert await self.reconciler.sweep()
+    async def sweep(self, seconds: float = 1.0, *, times: int = 1) -> None:
+        for _ in range(times):
+            self.clock.now += seconds
+            assert await self.reconciler.sweep()
 
     # -- what must hold ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Small nodes and pods for the allocator's tests."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gpumgr.common.units import BLOCK_MEBIBYTES, GpuName, Resource
 from gpumgr.ledger.callers import Caller
@@ -8,8 +9,9 @@ from gpumgr.ledger.grant import grant
 from gpumgr.ledger.ids import GpuRegistry, Masks
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import NodeView
-from gpumgr.placement.devices import Level, Topology
+from gpumgr.placement.devices import Gpu, Level, Topology
 from gpumgr.placement.pods import ContainerSpec, PodView
+from gpumgr.placement.requests import ContainerKind, ReplicaRequest
 
 #: The names of the first GPUs.
 ONE, TWO, THREE, FOUR = (f"{index:08x}" for index in range(4))
@@ -27,6 +29,12 @@ def cards_of(blocks: Sequence[int]) -> GpuRegistry:
             f"GPU-{index:08x}-0000-0000-0000-000000000000", memory_blocks * BLOCK_MEBIBYTES, replicas=10
         )
     return gpu_registry
+
+
+def gpu_of(index: int = 0, **fields: Any) -> Gpu:
+    """As the driver describes it."""
+    described = {"uuid": f"GPU-{index:08x}-0000-0000-0000-000000000000", "bus_id": None, "model": None, "memory_bytes": 80 << 30}
+    return Gpu(index=index, minor=index, **{**described, **fields})
 
 
 def topology_of(count: int, *, group: int = 2) -> Topology:
@@ -83,6 +91,11 @@ def init(cores: int, memory_blocks: int = 0, name: str = "prepare") -> Container
 
 def sidecar(cores: int, memory_blocks: int = 0, name: str = "side") -> ContainerSpec:
     return ContainerSpec(name=name, kind="sidecar", cores=cores, memory_blocks=memory_blocks)
+
+
+def replicas(name: str = "main", kind: ContainerKind = "app", **request: Any) -> ContainerSpec:
+    """A container of nvidia.com/gpu: one GPU by default."""
+    return ContainerSpec(name=name, kind=kind, replicas=ReplicaRequest(**{"count": 1, **request}))
 
 
 def caller(view: PodView, spec: ContainerSpec | None = None) -> Caller:

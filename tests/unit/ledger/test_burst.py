@@ -14,10 +14,9 @@ from gpumgr.ledger.ids import ALL_CORES, Masks, count
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import node_devices
 from gpumgr.ledger.replicas import choose_replicas
-from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.requests import ReplicaRequest
+from gpumgr.placement.pods import PodView
 from tests.unit.ledger.nodes import ONE as GPU
-from tests.unit.ledger.nodes import TWO, app, caller, cards_of, empty, node_of, pod
+from tests.unit.ledger.nodes import TWO, app, caller, cards_of, empty, node_of, pod, replicas
 
 GIB = 1 << 30
 SHARE = Allocation(id="a", container="main", gpus={GPU: Amounts(30, 1024)})
@@ -177,5 +176,4 @@ FREE_REPLICAS = Request(resource="replica", available={GPU: 0b11_1111_1110}, mus
 
 
 def replica(mebibytes: int) -> Caller:
-    spec = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, cores=10, memory_mebibytes=mebibytes))
-    return caller(pod("p", spec))
+    return caller(pod("p", replicas(cores=10, memory_mebibytes=mebibytes)))

@@ -14,12 +14,11 @@ from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation, ClaimRequest, Ledger
 from gpumgr.ledger.node import NodeView
 from gpumgr.ledger.replicas import choose_replicas
-from gpumgr.placement.devices import Gpu
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.requests import Constraints, ReplicaRequest
+from gpumgr.placement.requests import Constraints
 from tests.allocations import allocated
 
-from .nodes import app, empty, init, node_of, pod, topology_of
+from .nodes import app, empty, gpu_of, init, node_of, pod, replicas, topology_of
 
 GPUS = [f"{number:08x}" for number in range(4)]
 
@@ -27,16 +26,8 @@ GPUS = [f"{number:08x}" for number in range(4)]
 def a_node(ledger: Ledger, numa_nodes: Sequence[int | None] = (0, 1, 1, 0)) -> NodeView:
     """All pairs of GPUs are connected alike, so only the NUMA nodes distinguish them. GPU0 is a T4, the others are A100."""
     shown = {
-        gpu.name: Gpu(
-            index=index,
-            uuid=gpu.uuid,
-            minor=index,
-            bus_id=None,
-            model="A100" if index else "T4",
-            memory_bytes=gpu.memory_mebibytes << 20,
-            numa_node=numa,
-        )
-        for (index, gpu), numa in zip(enumerate(ledger.gpu_registry.gpus), numa_nodes, strict=True)
+        name: gpu_of(index, model="A100" if index else "T4", memory_bytes=4 << 30, numa_node=numa)
+        for index, (name, numa) in enumerate(zip(GPUS, numa_nodes, strict=True))
     }
     return replace(node_of(ledger.gpu_registry), shown=shown, topology=topology_of(4, group=4))
 
@@ -60,7 +51,7 @@ def of_other(index: int, **fields: Any) -> Ledger:
     return empty().occupy(allocated(id="x", pod=("team", "x"), uid="uid-x", gpus=[GPUS[index]], cores={GPUS[index]: 1}, **fields))
 
 
-REPLICAS = ContainerSpec(name="main", replicas=ReplicaRequest(count=2, cores=10, memory_mebibytes=9))
+REPLICAS = replicas(count=2, cores=10, memory_mebibytes=9)
 
 
 def test_without_demands_any_gpu_is_chosen() -> None:

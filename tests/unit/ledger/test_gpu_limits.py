@@ -5,6 +5,8 @@ import pytest
 from gpumgr.ledger.gpu_share import GpuLimits, Strengths, describe_limits, gpu_limits
 from gpumgr.placement.devices import Gpu
 
+from .nodes import gpu_of
+
 STRENGTHS: Strengths = {
     "nvml-memory": {"memory": "hard"},
     "limiter": {"core": "soft", "memory": "soft"},
@@ -17,8 +19,8 @@ BOTH = GpuLimits(memory="hard", memory_by="nvml-memory", cores="soft", cores_by=
 MPS = GpuLimits(memory="soft", memory_by="mps", cores="hard", cores_by="mps")
 
 
-def gpu(model: str | None = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False) -> Gpu:
-    return Gpu(index=0, uuid="GPU-0", minor=0, bus_id=None, model=model, memory_bytes=1 << 30, mig_enabled=mig)
+def gpu(model: str = "NVIDIA H100 80GB HBM3", *, mig: bool | None = False) -> Gpu:
+    return gpu_of(model=model, mig_enabled=mig)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Allocate: exactly these ids, or a refusal that says why; nothing in between."""
 
 import pytest
-from msgspec.structs import replace
 
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Resource
@@ -11,10 +10,10 @@ from gpumgr.ledger.ids import ALL_CORES, Masks
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
 from gpumgr.placement.pods import ContainerSpec, PodView
-from gpumgr.placement.requests import ContainerKind, ReplicaRequest
+from gpumgr.placement.requests import ContainerKind
 from tests.allocations import allocated, block_count
 
-from .nodes import ONE, THREE, TWO, app, caller, empty, given, init, low, node_of, pod, sidecar
+from .nodes import ONE, THREE, TWO, app, caller, empty, given, init, low, node_of, pod, replicas, sidecar
 
 
 def test_the_two_calls_of_a_container_make_one_allocation() -> None:
@@ -142,15 +141,14 @@ def test_ids_of_another_pods_init_container_are_not_taken_over() -> None:
         given(ledger, caller(pod("b", app(10, 1))), "core", {ONE: low(10)})
 
 
-def replica(cores: int, mebibytes: int | None) -> ContainerSpec:
-    return ContainerSpec(name="replica", replicas=ReplicaRequest(count=1, cores=cores, memory_mebibytes=mebibytes))
+def replica(cores: int, mebibytes: int, name: str = "replica", kind: ContainerKind = "app") -> ContainerSpec:
+    return replicas(name, kind, cores=cores, memory_mebibytes=mebibytes)
 
 
 @pytest.mark.parametrize("kind", ["init", "app"])
 def test_a_container_with_replicas_beside_it_has_no_gpu_whole(kind: ContainerKind) -> None:
     """Their cores and memory count, although they have no ids; an init container has ended before."""
-    beside = replace(replica(0, 100), kind=kind)
-    view = pod("a", beside, app(100))
+    view = pod("a", replica(0, 100, kind=kind), app(100))
     node = node_of(empty().gpu_registry)
     ledger = empty().occupy(grant_replicas(node, empty(), caller(view), {ONE: 1}, new_id="r", now=0.0, why="test"))
     if kind == "init":
@@ -163,7 +161,7 @@ def test_a_container_with_replicas_beside_it_has_no_gpu_whole(kind: ContainerKin
 
 def test_a_container_leaves_room_for_a_later_one_that_gets_an_init_containers_replica() -> None:
     """Otherwise the pod would be refused at its last container."""
-    view = pod("a", replace(replica(10, 100), name="prepare", kind="init"), app(80, 4), replica(50, 100))
+    view = pod("a", replica(10, 100, "prepare", "init"), app(80, 4), replica(50, 100))
     node, every = node_of(empty().gpu_registry), {gpu.name: 1 for gpu in empty().gpu_registry.gpus}
     first, second, last = (caller(view, spec) for spec in view.containers)
     prepared = grant_replicas(node, empty(), first, {ONE: 1}, new_id="r", now=0.0, why="test")

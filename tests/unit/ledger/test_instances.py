@@ -13,22 +13,15 @@ from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
 from gpumgr.placement.devices import Gpu, MigInstance, NodeSnapshot, Topology
 
+from .nodes import gpu_of
+
 
 def mig(uuid: str, profile: str = "1g.10gb", number: int = 1) -> MigInstance:
     return MigInstance(uuid=uuid, profile=profile, gpu_instance=number, compute_instance=0, memory_bytes=9 << 30)
 
 
 def gpu(index: int, *instances: MigInstance, enabled: bool = True) -> Gpu:
-    return Gpu(
-        index=index,
-        uuid=f"GPU-0000000{index}-0000",
-        minor=index,
-        bus_id=None,
-        model=None,
-        memory_bytes=80 << 30,
-        mig_enabled=enabled,
-        mig_instances=instances,
-    )
+    return gpu_of(index, mig_enabled=enabled, mig_instances=instances)
 
 
 GPUS = (gpu(0, mig("MIG-a"), mig("MIG-b")), gpu(1, mig("MIG-c")))

@@ -10,11 +10,9 @@ from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.node import GpuDevices, NodeView, node_devices
 from gpumgr.ledger.replicas import choose_replicas, grant_replicas
-from gpumgr.placement.devices import Gpu, Level, Topology
-from gpumgr.placement.pods import ContainerSpec
-from gpumgr.placement.requests import ReplicaRequest
+from gpumgr.placement.devices import Level, Topology
 
-from .nodes import caller, pod
+from .nodes import caller, gpu_of, pod, replicas
 
 UUID = "GPU-0000000a-0000-0000-0000-000000000000"
 GPU = "0000000a"
@@ -56,12 +54,12 @@ def test_blocks_are_what_is_left_to_the_mebibyte() -> None:
 
 
 def percent(percentage: int) -> Caller:
-    return caller(pod("p", ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=percentage))))
+    return caller(pod("p", replicas(memory_percent=percentage)))
 
 
 def test_replicas_count_with_the_memory_that_a_gpu_has_now() -> None:
     """ECC was turned on: 900 of the 1000 MiB are left. A container has 100 MiB of them or 850 MiB, or 900, so that none is left."""
-    shown = Gpu(index=0, uuid=UUID, minor=0, bus_id=None, model=None, memory_bytes=900 << 20)
+    shown = gpu_of(memory_bytes=900 << 20)
     node = NodeView(topology=Topology(((Level.PSB,),), ((0,),)), rows={GPU: 0}, shown={GPU: shown})
     request = Request(resource="replica", available={GPU: 0b10}, must={}, size=1)
     for size, offered, fits in ((100, 10, True), (850, 10, False), (900, 1, False)):

@@ -10,12 +10,12 @@ from gpumgr.ledger.answer import Granted
 from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.ledger import Ledger
 from gpumgr.ledger.rebuild import AnonymousRecord, KubeletEntry, Rebuilt, adopt, foreign, migrate, names_of
-from gpumgr.placement.pods import ContainerSpec, Listing, PodView
-from gpumgr.placement.requests import ContainerKind, ReplicaRequest
+from gpumgr.placement.pods import Listing, PodView
+from gpumgr.placement.requests import ContainerKind
 from tests.allocations import block_count
 from tests.listings import listing_from
 
-from .nodes import ONE, TWO, app, empty, init, low, pod
+from .nodes import ONE, TWO, app, empty, init, low, pod, replicas
 
 
 def entry(
@@ -96,87 +96,78 @@ def test_a_half_is_completed() -> None:
     assert [block_count(a) for a in both.ledger.allocations.values()] == [1]
 
 
+NOTHING = Granted()
+FIRST, SECOND = (f"GPU-{name}" for name in (ONE, TWO))
+
+
 def hami_view(name: str, *gpus: str, memory: int = 1000, bound_by_hami: bool = True) -> PodView:
     """A pod with 20 cores and so many MiB of each of these GPUs (UUIDs), as HAMi's scheduler chose them."""
-    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=len(gpus), cores=20, memory_mebibytes=memory))
+    main = replicas(count=len(gpus), cores=20, memory_mebibytes=memory)
     placed = (("main", tuple((uuid, Amounts(20, memory)) for uuid in gpus)),)
     return replace(pod(name, main), placed=placed, bound_by_hami=bound_by_hami)
 
 
-def with_replicas(replicas: int = 10) -> tuple[Ledger, list[str]]:
-    """A ledger of two GPUs, and their UUIDs."""
-    uuids = [f"GPU-{number:08x}" for number in range(2)]
-    registry = GpuRegistry()
-    for uuid in uuids:
-        registry = registry.register(uuid, 4096, replicas)
-    return Ledger(registry), uuids
+def with_replicas(number: int = 10) -> Ledger:
+    """A ledger of the GPUs FIRST and SECOND."""
+    return Ledger(GpuRegistry().register(FIRST, 4096, number).register(SECOND, 4096, number))
+
+
+def replica(text: str, *, uid: str = "uid-a", container: str = "main", granted: Granted = NOTHING) -> KubeletEntry:
+    return KubeletEntry(uid=uid, container=container, resource="replica", device_ids=(text,), granted=granted)
 
 
 @pytest.mark.hami_bug("B11: the kubelet's ids lie on other GPUs than the container has")
 def test_a_pod_of_hamis_plugin_counts_on_the_gpus_that_its_scheduler_chose() -> None:
-    ledger, (first, second) = with_replicas()
-    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
-    (a,) = adopted(ledger, kubelets, views=(hami_view("a", second),)).added
-    one, two = (ledger.gpu_registry.by_uuid[uuid].name for uuid in (first, second))
-    assert (a.held("replica"), a.gpus) == ({one: 0b1000}, {two: Amounts(20, 1000)})
-    (again,) = adopted(ledger, kubelets, views=(hami_view("a", second, bound_by_hami=False),)).added
-    assert again.gpus == {one: Amounts(20, 1000)}
-    (unknown,) = adopted(ledger, kubelets, views=(hami_view("a", "GPU-gone"),)).added
-    assert unknown.gpus == {one: Amounts(20, 1000)}
+    ledger, held = with_replicas(), replica(f"{FIRST}-3")
+    (a,) = adopted(ledger, held, views=(hami_view("a", SECOND),)).added
+    assert (a.held("replica"), a.gpus) == ({ONE: 0b1000}, {TWO: Amounts(20, 1000)})
+    for view in (hami_view("a", SECOND, bound_by_hami=False), hami_view("a", "GPU-gone")):
+        (again,) = adopted(ledger, held, views=(view,)).added
+        assert again.gpus == {ONE: Amounts(20, 1000)}
 
 
 def test_replicas_that_hamis_plugin_offered_beyond_ours_are_adopted() -> None:
     """The GPU then has these replicas, too. With PodResources alone the pod's amounts are not known, so that is a problem."""
-    ledger, (first, second) = with_replicas()
-    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-19",))
-    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
+    ledger = with_replicas()
+    rebuilt = adopted(ledger, replica(f"{FIRST}-19"), views=(hami_view("a", FIRST),))
     (a,) = rebuilt.added
-    registry = rebuilt.ledger.gpu_registry
-    one, two = (registry.by_uuid[uuid].name for uuid in (first, second))
-    assert (a.held("replica"), a.gpus) == ({one: 1 << 19}, {one: Amounts(20, 1000)})
-    assert [registry.by_name[name].replicas for name in (one, two)] == [20, 10]
-    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{second}-10"]}}})
+    assert (a.held("replica"), a.gpus) == ({ONE: 1 << 19}, {ONE: Amounts(20, 1000)})
+    assert [rebuilt.ledger.gpu_registry.by_name[name].replicas for name in (ONE, TWO)] == [20, 10]
+    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{SECOND}-10"]}}})
     assert adopted(ledger, listing=listing).problems == ("team/a (main): team/a (main) was granted no GPU",)
 
 
 def test_replicas_that_gpumgr_granted_are_adopted_although_the_node_offers_none_now() -> None:
-    ledger, (first, _) = with_replicas(0)
-    one = ledger.gpu_registry.by_uuid[first].name
-    granted = Granted(gpus={one: Amounts(20, 1000)})
-    own = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",), granted=granted)
-    other = KubeletEntry(uid="uid-b", container="main", resource="replica", device_ids=(f"{first}-4",))
-    (a,) = adopted(ledger, own, other).added
-    assert (a.uid, a.held("replica"), a.gpus) == ("uid-a", {one: 0b1000}, {one: Amounts(20, 1000)})
+    own = replica(f"{FIRST}-3", granted=Granted(gpus={ONE: Amounts(20, 1000)}))
+    (a,) = adopted(with_replicas(0), own, replica(f"{FIRST}-4", uid="uid-b")).added
+    assert (a.uid, a.held("replica"), a.gpus) == ("uid-a", {ONE: 0b1000}, {ONE: Amounts(20, 1000)})
 
 
 @pytest.mark.parametrize(
-    ("text", "replicas"), [("GPU-gone-3", 10), ("{}-1000", 10), ("{}", 10), ("{}::0", 10), ("{}-03", 10), ("{}-3", 0)]
+    ("text", "offered"),
+    [
+        *((text, 10) for text in ("GPU-gone-3", f"{FIRST}-1000", FIRST, f"{FIRST}::0", f"{FIRST}-03")),
+        (f"{FIRST}-3", 0),
+    ],
 )
-def test_replicas_that_can_not_be_adopted_are_reported_where_replicas_are_offered(text: str, replicas: int) -> None:
-    ledger, (first, _) = with_replicas(replicas)
-    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(text.format(first),))
-    rebuilt = adopted(ledger, kubelets, views=(hami_view("a", first),))
-    problem = f"team/a (main): it holds {text.format(first)}, which is no replica of this node's GPUs"
-    assert (rebuilt.added, rebuilt.ledger, rebuilt.problems) == ((), ledger, (problem,) if replicas else ())
-    assert not adopted(ledger, kubelets, views=(replace(hami_view("a", first), phase="Succeeded"),)).problems
+def test_replicas_that_can_not_be_adopted_are_reported_where_replicas_are_offered(text: str, offered: int) -> None:
+    ledger, view = with_replicas(offered), hami_view("a", FIRST)
+    rebuilt = adopted(ledger, replica(text), views=(view,))
+    problem = f"team/a (main): it holds {text}, which is no replica of this node's GPUs"
+    assert (rebuilt.added, rebuilt.ledger, rebuilt.problems) == ((), ledger, (problem,) if offered else ())
+    assert not adopted(ledger, replica(text), views=(replace(view, phase="Succeeded"),)).problems
 
 
 def test_a_percentage_is_adopted_as_hamis_scheduler_counted_it() -> None:
-    ledger, (first, second) = with_replicas()
-    kubelets = KubeletEntry(uid="uid-a", container="main", resource="replica", device_ids=(f"{first}-3",))
-    view = hami_view("a", second, memory=1000)
-    main = ContainerSpec(name="main", replicas=ReplicaRequest(count=1, memory_percent=50, memory_on=((second, 1000),)))
-    (a,) = adopted(ledger, kubelets, views=(replace(view, containers=(main,)),)).added
-    assert a.gpus == {ledger.gpu_registry.by_uuid[second].name: Amounts(0, 1000)}
+    main = replicas(memory_percent=50, memory_on=((SECOND, 1000),))
+    view = replace(hami_view("a", SECOND, memory=1000), containers=(main,))
+    (a,) = adopted(with_replicas(), replica(f"{FIRST}-3"), views=(view,)).added
+    assert a.gpus == {TWO: Amounts(0, 1000)}
 
 
 def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
-    ledger, (first, second) = with_replicas()
-    entries = [
-        KubeletEntry(uid=f"uid-{name}", container="main", resource="replica", device_ids=(f"{first}-{place}",))
-        for place, name in enumerate("ab")
-    ]
-    rebuilt = adopted(ledger, *entries, views=(hami_view("a", second, memory=3000), hami_view("b", second, memory=3000)))
+    entries = [replica(f"{FIRST}-{place}", uid=f"uid-{name}") for place, name in enumerate("ab")]
+    rebuilt = adopted(with_replicas(), *entries, views=tuple(hami_view(name, SECOND, memory=3000) for name in "ab"))
     assert len(rebuilt.added) == len(rebuilt.problems) == 1
     assert "6000 MiB of GPU 00000001, 0 cores and 1904 MiB more than it has" in rebuilt.problems[0]
 
@@ -184,38 +175,19 @@ def test_pods_of_hamis_plugin_that_exceed_a_gpu_are_reported() -> None:
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_replicas_count_as_they_were_granted_in_any_order_of_the_kubelets_checkpoint(order: tuple[int, ...]) -> None:
     """The init container runs beside the sidecar before it, and not beside the app container."""
-    ledger, (first, _) = with_replicas()
-    kinds: list[tuple[ContainerKind, int]] = [("sidecar", 500), ("init", 3000), ("app", 2000)]
-    specs = [
-        ContainerSpec(name=kind, kind=kind, replicas=ReplicaRequest(count=1, cores=20, memory_mebibytes=size))
-        for kind, size in kinds
-    ]
-    entries = [
-        KubeletEntry(uid="uid-a", container=kind, resource="replica", device_ids=(f"{first}-{replica}",))
-        for (kind, _), replica in zip(kinds, (0, 1, 1), strict=True)
-    ]
-    rebuilt = adopted(ledger, *(entries[n] for n in order), views=(pod("a", *specs),))
-    assert not rebuilt.problems
-    assert rebuilt.ledger.used(ledger.gpu_registry.by_uuid[first].name) == Amounts(40, 3500)
+    kinds: dict[ContainerKind, tuple[int, int]] = {"sidecar": (0, 500), "init": (1, 3000), "app": (1, 2000)}
+    specs = [replicas(kind, kind, cores=20, memory_mebibytes=size) for kind, (_, size) in kinds.items()]
+    entries = [replica(f"{FIRST}-{number}", container=kind) for kind, (number, _) in kinds.items()]
+    rebuilt = adopted(with_replicas(), *(entries[n] for n in order), views=(pod("a", *specs),))
+    assert (rebuilt.problems, rebuilt.ledger.used(ONE)) == ((), Amounts(40, 3500))
 
 
-@pytest.mark.parametrize("order", list(permutations(range(2))))
-def test_an_init_container_of_an_unknown_pod_counts_before_the_others(order: tuple[int, ...]) -> None:
-    ledger, (first, _) = with_replicas()
-    gpu = ledger.gpu_registry.by_uuid[first].name
-    entries = [
-        KubeletEntry(
-            uid="uid-a",
-            container=name,
-            resource="replica",
-            device_ids=(f"{first}-0",),
-            granted=Granted(gpus={gpu: Amounts(20, 3000)}),
-        )
-        for name in ("prepare", "main")
-    ]
-    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{first}-0"]}}})
-    rebuilt = adopted(ledger, *(entries[n] for n in order), listing=listing)
-    assert (rebuilt.problems, rebuilt.ledger.used(gpu)) == ((), Amounts(20, 3000))
+@pytest.mark.parametrize("names", list(permutations(("prepare", "main"))))
+def test_an_init_container_of_an_unknown_pod_counts_before_the_others(names: tuple[str, ...]) -> None:
+    entries = [replica(f"{FIRST}-0", container=name, granted=Granted(gpus={ONE: Amounts(20, 3000)})) for name in names]
+    listing = listing_from({("team", "a"): {"main": {REPLICA_RESOURCE: [f"{FIRST}-0"]}}})
+    rebuilt = adopted(with_replicas(), *entries, listing=listing)
+    assert (rebuilt.problems, rebuilt.ledger.used(ONE)) == ((), Amounts(20, 3000))
 
 
 def test_a_contradiction_is_reported_and_skipped() -> None:
@@ -226,8 +198,8 @@ def test_a_contradiction_is_reported_and_skipped() -> None:
 
 
 def test_whole_gpus_are_adopted_whole() -> None:
-    ids = [entry("core", *range(100), gpu=gpu) for gpu in (TWO, ONE)]
-    merged = KubeletEntry(uid="uid-a", container="main", resource="core", device_ids=(*ids[0].device_ids, *ids[1].device_ids))
+    both = [each for gpu in (TWO, ONE) for each in entry("core", *range(100), gpu=gpu).device_ids]
+    merged = KubeletEntry(uid="uid-a", container="main", resource="core", device_ids=tuple(both))
     (a,) = adopted(empty(), merged, views=(pod("a", app(200)),)).added
     assert (tuple(a.gpus), a.whole) == ((ONE, TWO), True)
 
