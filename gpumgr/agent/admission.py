@@ -181,7 +181,7 @@ class Admission:
         """Whether the allocation's pod has ended: `List` lacks it, and the API server confirms its end. Without a UID, a new pod of the
         same name in `List` shows the end."""
         if a.uid is None:
-            return a.pod is not None and a.pod in listing and self.listings.is_new(a.pod) and not unlisted(a)
+            return a.pod is not None and a.pod in listing.pods and self.listings.is_new(a.pod) and not unlisted(a)
         if a.pod in listing.pods or not self._pods.synced:
             return False
         view = find_pod(self._pods, a.pod, a.uid)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpumgr.common.units import GpuName, Process
 from gpumgr.ledger.answer import GrantedGpu
-from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks, RegisteredInstance
+from gpumgr.ledger.ids import NO_IDS, GpuRegistry, Masks
 from gpumgr.ledger.instances import MigStrategy, offered_instances
 from gpumgr.ledger.ledger import AllocationId, Ledger
 from gpumgr.ledger.node import NodeDevices, NodeView, node_devices
@@ -77,17 +77,14 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return {}
 
     def register(self, gpu_registry: GpuRegistry) -> GpuRegistry:
-        instances = self._offered_instances()
+        instances = offered_instances(self.snapshot.gpus, self.mig_strategy)
         for gpu in self.snapshot.gpus:
             gpu_registry = gpu_registry.register(gpu.uuid, gpu.memory_mebibytes, self.replicas, instances.get(gpu.uuid, ()))
         return gpu_registry
 
-    def _offered_instances(self) -> Mapping[str, tuple[RegisteredInstance, ...]]:
-        return {} if self.mig_strategy == "none" else offered_instances(self.snapshot.gpus, self.mig_strategy)
-
     def instances(self, gpu_registry: GpuRegistry) -> Masks:
         """The MIG devices that exist now, work, and are offered."""
-        found = self._offered_instances().values()
+        found = offered_instances(self.snapshot.gpus, self.mig_strategy).values()
         works = [each.uuid for instances in found for each in instances if each.uuid not in self.health.failed]
         return gpu_registry.known("mig", works) if works else NO_IDS
 

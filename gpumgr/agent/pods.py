@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.ports import PodResources, Pods, Runtime
 from gpumgr.common.errors import CriError, KubeletError
-from gpumgr.ledger.ledger import Allocation, AllocationId, ClaimRequest, Ledger
+from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
 from gpumgr.placement.pods import NO_RESIZE, Listing, PodKey, PodSandbox, PodView, ResizeRequest, is_static_uid
 
 log = structlog.get_logger(__name__)
@@ -38,32 +38,24 @@ def undecided_resize(a: Allocation, pods: Pods) -> ResizeRequest | None:
 def pods_of(holder: Allocation, pods: Pods) -> Sequence[tuple[PodKey, str]]:
     """Names and UIDs of the pods that use the allocation, from the API server, else from the ledger. A static pod has its mirror pod's UID
     here."""
-    claim = holder.claim
-    if claim is not None:
-        found = [pod for pod in pods.all() if users(claim, pod)]
-        found.sort(key=lambda pod: pod.uid != holder.uid)
-    else:
-        view = find_pod(pods, holder.pod, holder.uid)
-        found = [view] if view is not None else []
-    return [(pod.key, pod.uid) for pod in found] or ([(holder.pod, holder.uid)] if holder.pod and holder.uid else [])
-
-
-def users(claim: ClaimRequest, pod: PodView) -> Sequence[str]:
-    """The pod's containers that use the claim; none if the pod has ended."""
-    if pod.namespace != claim.namespace or pod.ended:
-        return ()
-    return [use.container for use in pod.claims if use.uses(claim.name, claim.request)]
+    found = dict.fromkeys((view.key, view.uid) for view, _ in views_by_user(holder, pods))
+    own_first = sorted(found, key=lambda pod: pod[1] != holder.uid)
+    return own_first or ([(holder.pod, holder.uid)] if holder.pod and holder.uid else [])
 
 
 def views_by_user(holder: Allocation, pods: Pods) -> Sequence[tuple[PodView, Allocation]]:
-    """The pods that use the allocation, each with a copy of the allocation that names the pod and its container."""
-    if holder.claim is None:
+    """The pods that use the allocation, each with a copy of the allocation that names the pod and its container. Ended pods do not use a
+    claim."""
+    claim = holder.claim
+    if claim is None:
         view = find_pod(pods, holder.pod, holder.uid)
         return [(view, holder)] if view is not None else []
     return [
-        (view, replace(holder, pod=view.key, uid=view.uid, container=name))
+        (view, replace(holder, pod=view.key, uid=view.uid, container=use.container))
         for view in pods.all()
-        for name in users(holder.claim, view)
+        if view.namespace == claim.namespace and not view.ended
+        for use in view.claims
+        if use.uses(claim.name, claim.request)
     ]
 
 

@@ -101,15 +101,11 @@ def node_devices(
     devices on demand, at most as many as fit. `open_ids`: allocations of whole GPUs for which the kubelet may still allocate memory."""
     now = at_present(node, ledger)
     return tuple(
-        _gpu_devices(ledger, now, node, registered, replicas, open_ids)
-        if registered.name not in failed
-        else _failed(node, registered)
-        for registered in ledger.gpu_registry.gpus
+        GpuDevices(gpu, 0, 0, numa_node=_numa_node(node, gpu.name))
+        if gpu.name in failed
+        else _gpu_devices(ledger, now, node, gpu, replicas, open_ids)
+        for gpu in ledger.gpu_registry.gpus
     )
-
-
-def _failed(node: NodeView, registered: RegisteredGpu) -> GpuDevices:
-    return GpuDevices(registered, 0, 0, numa_node=_numa_node(node, registered.name))
 
 
 def _gpu_devices(

@@ -146,7 +146,7 @@ def _freed_with(ledger: Ledger, freed: Iterable[Allocation], visible: Shown) -> 
 def named_by(ledger: Ledger, listing: Listing, find_pod: FindPod, latest: AllocationId | None) -> Ledger:
     """The ledger with names from `List` for allocations without a name, and for `latest`, which may have a guessed one."""
     unsure = [a for a in ledger.allocations.values() if a.container is None or a.pod is None or a.id == latest]
-    if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing:
+    if len(unsure) == 1 and (there := unsure[0].pod) is not None and there in listing.pods:
         # Usually the entry of its pod is sufficient, so the rest of the long list is not decoded.
         alone = shown(ledger.gpu_registry, listing, (there,))
         if _owner(unsure[0], alone) is not None:

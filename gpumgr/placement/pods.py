@@ -190,9 +190,6 @@ class Listing:
         """The claims of all listed containers. Kubelets list claims by default from 1.34 on."""
         return self._read_claims()
 
-    def __contains__(self, pod: PodKey) -> bool:
-        return pod in self.pods
-
     def containers(self, pod: PodKey) -> Containers:
         """All containers of `pod` that the kubelet lists, even without devices. Raises KeyError if the pod is not listed."""
         if pod not in self._known:
