@@ -9,10 +9,8 @@ agent could lock the removed file and another agent a new one.
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
@@ -21,6 +19,7 @@ import structlog
 
 from gpumgr.common.aio import until_tick
 from gpumgr.common.errors import AlreadyRunning, GpumgrError
+from gpumgr.common.unix_socket import is_served
 
 BY_SYSTEMD: Final = " (systemd)"
 
@@ -101,8 +100,6 @@ POLL_SECONDS: Final = 10.0
 #: gpu-manager's sockets in the device plugin folder. NVIDIA's plugin has nvidia-gpu.sock, nvidia-mig-1g.10gb.sock and similar names (before
 #: 0.13 nvidia.sock), HAMi's plugin the same names, GKE's nvidiaGPU-TIME.sock.
 _GPU_MANAGER: Final = frozenset({"vcore.sock", "vmemory.sock"})
-#: A socket with a full backlog belongs to a running process.
-_BUSY: Final = (errno.EAGAIN, errno.EINPROGRESS)
 
 
 class OtherDevicePlugins:
@@ -163,13 +160,9 @@ def _is_others(name: str) -> bool:
 
 
 def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.setblocking(False)
-        try:
-            connection.connect(str(path))
-        except OSError as problem:
-            return problem.errno in _BUSY
-        return True
+    with contextlib.suppress(OSError):
+        return is_served(path)
+    return False
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -179,46 +180,33 @@ async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start)
         assert api.count(watch=False) == 1
 
 
-async def test_waits_for_a_pod_until_the_cache_has_it(api: FakeApiServer, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("present", "uid"),
+    [
+        pytest.param(None, None, id="any incarnation"),
+        pytest.param(pod("a", "uid-a", phase="Failed"), None, id="one that has not ended"),
+        pytest.param(pod("a", "uid-a"), "uid-wanted", id="this one"),
+    ],
+)
+async def test_waits_for_a_pod_until_the_cache_has_it(
+    present: dict[str, Any] | None, uid: str | None, api: FakeApiServer, start: Start
+) -> None:
+    key = ("default", "a")
     async with start() as running:
-        assert await running.cache.wait_for(("default", "a"), 0) is None
-        assert await running.cache.wait_for(("default", "a"), 0.01) is None
-        waiting = [asyncio.create_task(running.cache.wait_for(("default", "a"), 30)) for _ in range(2)]
-        given_up = asyncio.create_task(running.cache.wait_for(("default", "a"), 30))
+        if present is not None:
+            api.put_document(present)
+            assert await running.cache.wait_for(key, 30, uid="uid-a") is running.cache.by_uid("uid-a") is not None
+        for seconds in (0, 0.01):
+            assert await running.cache.wait_for(key, seconds, uid=uid) is None
+        *waiting, given_up = [asyncio.create_task(running.cache.wait_for(key, 30, uid=uid)) for _ in range(3)]
         await asyncio.sleep(0)
         given_up.cancel()
-        api.put_document(pod("a", "uid-a"))
-        found = await asyncio.gather(*waiting)
-        assert found[0] is found[1]
-        assert found[0] is running.cache.get(("default", "a"))
-        assert await running.cache.wait_for(("default", "a"), 30) is found[0]
-        assert await running.cache.wait_for(("default", "a"), 30, uid="uid-a") is found[0]
-
-
-async def test_waits_for_one_incarnation_of_a_pod(api: FakeApiServer, start: Start) -> None:
-    async with start() as running:
-        api.put_document(pod("a", "uid-a"))
-        assert await running.cache.wait_for(("default", "a"), 30) is not None
-        assert await running.cache.wait_for(("default", "a"), 0, uid="uid-a2") is None
-        assert await running.cache.wait_for(("default", "a"), 0.01, uid="uid-a2") is None
-        waiting = asyncio.create_task(running.cache.wait_for(("default", "a"), 30, uid="uid-a3"))
-        api.put_document(pod("a", "uid-a2"))
-        assert await running.cache.wait_for(("default", "a"), 30, uid="uid-a2") is not None
-        assert not waiting.done()
-        api.put_document(pod("a", "uid-a3"))
-        assert await waiting is running.cache.by_uid("uid-a3")
-
-
-async def test_waits_for_a_pod_that_has_not_ended(api: FakeApiServer, start: Start) -> None:
-    async with start() as running:
-        cache = running.cache
-        api.put_document(pod("a", "uid-a", phase="Failed"))
-        assert await cache.wait_for(("default", "a"), 30, uid="uid-a") is not None
-        assert await cache.wait_for(("default", "a"), 0.01) is None
-        waiting = asyncio.create_task(cache.wait_for(("default", "a"), 30))
-        await asyncio.sleep(0)
-        api.put_document(pod("a", "uid-a2"))
-        assert await waiting is cache.by_uid("uid-a2")
+        api.put_document(pod("a", "uid-ended", phase="Failed"))
+        assert await running.cache.wait_for(key, 30, uid="uid-ended") is not None
+        assert not any(each.done() for each in waiting)
+        api.put_document(pod("a", "uid-wanted"))
+        found = await asyncio.gather(*waiting, running.cache.wait_for(key, 30, uid=uid))
+        assert all(each is running.cache.by_uid("uid-wanted") is not None for each in found)
 
 
 @pytest.mark.parametrize("end", ["ended", "deleted"])

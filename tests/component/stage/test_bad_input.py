@@ -6,7 +6,7 @@ What people write wrongly is tested with the part that reads it: settings in tes
 test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in
 tests/unit/placement/test_matrix.py and tests/unit/cli/test_topology.py, state files and lines of requests in
 tests/unit/cli/test_place.py, descriptions of simulated nodes in tests/unit/driver/test_sim_nodes.py. Damaged checkpoints are in
-tests/component/ledger/test_store.py, malformed messages in tests/unit/kubelet/deviceplugin/test_plugin_messages.py, kubelets
+tests/component/ledger/test_store.py, malformed messages in tests/unit/kubelet/test_messages.py, kubelets
 that refuse a registration in tests/component/kubelet/deviceplugin/test_registration.py. A full disk is in
 tests/agent/test_recovery.py, a clock that is set back in tests/unit/agent/test_history.py, a second agent
 in tests/unit/kubelet/deviceplugin/test_node_lock.py.

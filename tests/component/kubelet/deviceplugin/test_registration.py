@@ -50,13 +50,12 @@ class Link:
             "memory": LatestValue(encode_devices([(f"a-m{number}", True, 0) for number in range(40)])),
         }
         self.history: list[tuple[str, LinkState]] = []
-        self.states = LatestValue(0)
         self.link = KubeletLink(
             folder,
             cast("Agent", self.allocator),
             self.devices,
             timing=timing,
-            on_state=self._told,
+            on_state=lambda kind, state: self.history.append((kind, state)),
             held_back_by=self._held_back_by,
         )
         self.reasons, self.asked = list(reasons), 0
@@ -65,22 +64,12 @@ class Link:
         self.asked += 1
         return self.reasons.pop(0) if self.reasons else None
 
-    def _told(self, kind: str, state: LinkState) -> None:
-        self.history.append((kind, state))
-        self.states.set(len(self.history))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        with self.states.subscribe() as states:
-            async for _ in states:
-                if condition():
-                    return
-
     @property
     def registered(self) -> bool:
         return all(state.registered for state in self.link.states.values())
 
     async def until_registrations(self, count: int) -> None:
-        await self.until(lambda: all(state.registrations >= count for state in self.link.states.values()))
+        await until(lambda: all(state.registrations >= count for state in self.link.states.values()))
 
 
 @asynccontextmanager
@@ -129,9 +118,9 @@ async def held_call(link: Link, path: Path) -> AsyncIterator[Callable[[], Awaita
 async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimKubelet) -> None:
     with capture_logs() as logs:
         async with linked(kubelet.plugin_folder, held_back=["first", "first", "second"]) as link:
-            await link.until(lambda: all(state.error == "second" for state in link.link.states.values()))
+            await until(lambda: all(state.error == "second" for state in link.link.states.values()))
             assert kubelet.registrations == []
-            await link.until(lambda: link.registered)
+            await until(lambda: link.registered)
             await offered(kubelet)
             assert link.link.states == dict.fromkeys(RESOURCES, LinkState(registered=True, registrations=1))
             assert link.asked == 4
@@ -144,7 +133,7 @@ async def test_while_something_holds_it_back_nothing_is_registered(kubelet: SimK
 
 async def test_a_link_that_is_held_back_can_be_stopped(kubelet: SimKubelet) -> None:
     async with linked(kubelet.plugin_folder, held_back=["first"] * 10_000) as link:
-        await link.until(lambda: all(state.error == "first" for state in link.link.states.values()))
+        await until(lambda: all(state.error == "first" for state in link.link.states.values()))
     assert kubelet.registrations == []
 
 
@@ -233,7 +222,7 @@ async def test_a_socket_that_a_starting_kubelet_has_not_made_yet_is_no_failure(k
         async with linked(kubelet.plugin_folder, replace(QUICK, unwatched_seconds=30)) as link:
             await offered(kubelet)
             kubelet.registration_socket.unlink()
-            await link.until(lambda: not any(state.registered for state in link.link.states.values()))
+            await until(lambda: not any(state.registered for state in link.link.states.values()))
             await asyncio.sleep(0.1)  # time for attempts that must not be made
             await kubelet.restart()
             await link.until_registrations(2)
@@ -268,7 +257,7 @@ async def test_a_kubelet_that_comes_back_late_is_not_waited_for_with_the_full_ba
     async with linked(kubelet.plugin_folder, patient) as link:
         await offered(kubelet)
         await kubelet.kill()
-        await link.until(lambda: len({kind for kind, state in link.history if state.error is not None}) == 2)
+        await until(lambda: len({kind for kind, state in link.history if state.error is not None}) == 2)
         await kubelet.start()
         await offered(kubelet)
 
@@ -288,7 +277,7 @@ async def test_nothing_is_registered_before_the_kubelet_has_disconnected_the_for
         await asyncio.sleep(0.2)
         assert kubelet.registrations.count(CORE_RESOURCE) == 1
         kubelet.notices_ends.set()
-        await link.until(lambda: link.link.states["core"].registrations == 2)
+        await until(lambda: link.link.states["core"].registrations == 2)
         await offered(kubelet)
         assert socket_of(kubelet, "core").is_socket()
         assert link.link.states["memory"].registrations == 1
@@ -307,7 +296,7 @@ async def test_a_kubelet_that_notices_the_end_too_late_gets_a_plugin_that_stays(
         for number in range(2, 5):
             kubelet.notices_ends.clear()
             socket_of(kubelet, "core").unlink()
-            await link.until(lambda number=number: link.link.states["core"].registrations >= number)  # type: ignore[misc]
+            await until(lambda number=number: link.link.states["core"].registrations >= number)  # type: ignore[misc]
             kubelet.notices_ends.set()
             await offered(kubelet)
         assert (await kubelet.run(pod("after"))).phase == "Running"
@@ -360,7 +349,7 @@ async def test_a_refusal_is_reported_once_and_retried(kubelet: SimKubelet) -> No
             await kubelet.until(lambda: len(kubelet.registrations) >= 8)
             kubelet.register_error = None
             await offered(kubelet)
-            await link.until(lambda: link.registered)
+            await until(lambda: link.registered)
             assert all(state.error is None for state in link.link.states.values())
     failures = [line for line in logs if line["event"] == "registration_failed"]
     assert len(failures) == 2
@@ -371,7 +360,7 @@ async def test_a_hanging_kubelet_is_given_up_and_tried_again(kubelet: SimKubelet
     kubelet.register_hangs = True
     timing = LinkTiming(poll_seconds=0.01, register_timeout_seconds=0.3, first_retry_seconds=0.01, last_retry_seconds=0.05)
     async with linked(kubelet.plugin_folder, timing) as link:
-        await link.until(lambda: all(state.error is not None for state in link.link.states.values()))
+        await until(lambda: all(state.error is not None for state in link.link.states.values()))
         assert all("there was no answer in time" in str(state.error) for state in link.link.states.values())
         kubelet.register_hangs = False
         await offered(kubelet)

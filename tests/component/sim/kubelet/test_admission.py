@@ -1,6 +1,7 @@
 """The stand-in admits pods as kubelet 1.35 does: order of calls, reuse, preferences, refusals, late freeing."""
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -8,7 +9,8 @@ import pytest
 
 from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kubelet.records import PodResourcesClient
-from gpumgr.sim.kubelet import SimContainer, SimKubeletError, SimPod
+from gpumgr.placement.pods import Listing
+from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimKubeletError, SimPod
 from tests.topology_manager import best_effort
 
 CORE: dict[str, int | None] = {f"a-c{number:02}": None for number in range(10)}
@@ -21,6 +23,11 @@ def pod(name: str, *containers: SimContainer) -> SimPod:
 
 def app(cores: int = 0, memory_blocks: int = 0, name: str = "app") -> SimContainer:
     return SimContainer(name=name, cores=cores, memory_blocks=memory_blocks)
+
+
+async def listed(kubelet: SimKubelet) -> Listing:
+    with closing(PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)) as client:
+        return await client.list()
 
 
 async def test_calls_of_one_container(make_node: Any) -> None:
@@ -116,13 +123,11 @@ async def test_ended_pods_are_freed_at_the_next_admission(make_node: Any) -> Non
 
 async def test_list_shows_the_pod_under_admission_but_no_init_container(make_node: Any) -> None:
     kubelet, plugin = await make_node(CORE, MEMORY, resource_order="core_first")
-    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     plugin.memory.hold = asyncio.Event()
     containers = (SimContainer(name="init", cores=1, kind="init"), SimContainer(name="side", cores=1, kind="sidecar"))
     admission = asyncio.create_task(kubelet.admit(pod("a", *containers, app(1, 1))))
     await plugin.memory.allocating.wait()
-    listing = await client.list()
-    client.close()
+    listing = await listed(kubelet)
     assert listing.pods == (("default", "a"),)
     seen = listing.containers(("default", "a"))
     assert list(seen) == ["side", "app"]
@@ -134,15 +139,13 @@ async def test_list_shows_the_pod_under_admission_but_no_init_container(make_nod
 async def test_the_double_hand_out(make_node: Any) -> None:
     """A List in the middle of an Allocate, when a pod has just ended: the ids in flight are offered again."""
     kubelet, plugin = await make_node(CORE, MEMORY)
-    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
     await kubelet.run(pod("short", app(2)))
     plugin.core.hold = asyncio.Event()
     plugin.core.allocating.clear()
     slow = asyncio.create_task(kubelet.admit(pod("slow", app(3))))
     await plugin.core.allocating.wait()
     kubelet.end("uid-short")
-    await client.list()
-    client.close()
+    await listed(kubelet)
     plugin.core.hold.set()
     await slow
     await kubelet.admit(pod("next", app(3)))
@@ -184,12 +187,10 @@ async def test_a_restarted_kubelet_has_no_pods_until_its_sources_are_ready(make_
     await kubelet.run(pod("a", app(4)))
     await kubelet.restart(sources_ready=False)
     await plugin.register()
-    client = PodResourcesClient(kubelet.pod_resources_socket, timeout_seconds=30)
-    assert (await client.list()).pods == ()
+    assert (await listed(kubelet)).pods == ()
     assert len(kubelet.held("uid-a", "app", CORE_RESOURCE)) == 4
     kubelet.finish_sources()
-    assert (await client.list()).pods == (("default", "a"),)
-    client.close()
+    assert (await listed(kubelet)).pods == (("default", "a"),)
 
 
 async def test_registration_checks(make_node: Any) -> None:
