@@ -115,10 +115,7 @@ def look_at_host_paths(folders: Mapping[str, Path], proc_root: Path, *, in_pod: 
     """`in_pod`: the command runs in a pod's container."""
     if not in_pod:
         return skipped("not in a pod")
-    return judge_host_paths(folders, (proc_root / "self/mountinfo").read_text())
-
-
-def judge_host_paths(folders: Mapping[str, Path], mountinfo: str) -> CheckResult:
+    mountinfo = (proc_root / "self/mountinfo").read_text()
     own = [f"{path} ({key})" for key, path in folders.items() if _is_own(path, mountinfo)]
     if not own:
         return ok(f"{len(folders)} folders are mounted from the host")

@@ -30,6 +30,7 @@ class Ended:
 
 
 Gpumgr = Callable[..., Awaitable[Ended]]
+Start = Callable[..., Awaitable[Process]]
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def gpumgr_command(
 
 
 @pytest.fixture
-async def start(_no_settings_of_this_host: None) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
+async def start(_no_settings_of_this_host: None) -> AsyncIterator[Start]:
     """Starts `gpumgr ARGUMENTS` as a process of its own, on a terminal on request; what still runs at the end is killed."""
     async with contextlib.AsyncExitStack() as ends:
 

@@ -1,9 +1,10 @@
-"""Commands that use the settings in force find the file of the agent unless an option names another."""
+"""`gpumgr config`; and commands that use the settings in force find the file of the agent unless an option names another."""
 
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .conftest import Gpumgr
 from .remembered import remember
@@ -42,11 +43,50 @@ async def test_settings_in_force_are_those_of_the_default_file(state: Path, gpum
 async def test_a_place_without_checkpoint_is_not_taken_for_one_without_allocations(state: Path, gpumgr_command: Gpumgr) -> None:
     for output in ("text", "json"):
         shown = await gpumgr_command("checkpoint", "show", "--output", output)
-        assert (shown.code, shown.out) == (1, "")
-        assert shown.err == (
-            f"gpumgr: there is no folder {state}: name the agent's settings with --config, or the folder with --dir\n"
+        shown.failed(
+            1, f"gpumgr: there is no folder {state}: name the agent's settings with --config, or the folder with --dir\n"
         )
     make(state)
     shown = await gpumgr_command("checkpoint", "show")
     assert (shown.code, shown.out.replace("\n", "")) == (0, f"there is no checkpoint at {state}/gpumgr.sqlite3")
     assert json.loads((await gpumgr_command("checkpoint", "show", "--output", "json")).out)["lost"]
+
+
+# -- config ------------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "file.yaml").write_text(text)
+    return folder / "file.yaml"
+
+
+async def test_a_right_file_is_ok(folder: Path, gpumgr_command: Gpumgr) -> None:
+    file = write(folder, "http: {port: 80}\n")
+    assert (await gpumgr_command("config", "check", file)).out == "ok\n"
+    found = await gpumgr_command("config", "check", file, "--output", "json")
+    assert (found.code, json.loads(found.out)) == (0, {"ok": True, "problems": []})
+
+
+async def test_a_wrong_file_names_every_mistake(folder: Path, gpumgr_command: Gpumgr) -> None:
+    file = write(folder, "http:\n  port: 1e9\nlog: {level: loud}\n")
+    found = await gpumgr_command("config", "check", file)
+    found.failed(2)
+    assert [line.partition(": ")[0] for line in found.err.splitlines()] == [f"{file}:2", f"{file}:3"]
+    found = await gpumgr_command("config", "check", file, "--output", "json")
+    first, second = json.loads(found.out)["problems"]
+    assert (found.code, first["file"], first["line"], first["key"]) == (2, str(file), 2, "http.port")
+    assert second["message"] == "'loud' is not allowed; allowed: one of debug, error, info, warning"
+
+
+async def test_the_settings_of_file_and_environment_are_shown_as_a_file(
+    folder: Path, gpumgr_command: Gpumgr, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUMGR_LOG_LEVEL", "debug")
+    shown = (await gpumgr_command("config", "show", "--config", write(folder, "http: {port: 80}\n"))).out
+    document = yaml.safe_load(shown)
+    assert (document["http"]["port"], document["log"]["level"]) == (80, "debug")
+    assert (await gpumgr_command("config", "check", write(folder, shown))).code == 0
+    again = await gpumgr_command("config", "show", "--config", folder / "file.yaml", "--output", "json")
+    assert json.loads(again.out) == document
+    monkeypatch.setenv("GPUMGR_HTTP_PORT", "x")
+    (await gpumgr_command("config", "show")).failed(2, "environment variable GPUMGR_HTTP_PORT: http.port: 'x' is not allowed")

@@ -5,12 +5,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.component.web.scene import CERTIFICATES
 
 
 def run_python(code: str, **environment: str) -> str:
     command = [sys.executable, "-W", "error", "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("code", "unused"),
+    [
+        ("import gpumgr.cli; gpumgr.cli.group(['--help'], standalone_mode=False)", {"aiohttp", "rich", "pynvml"}),
+        # A container runtime starts it every few seconds.
+        ("import gpumgr.cli.healthy", {"aiohttp", "grpc", "grpclib", "rich", "kubernetes_asyncio", "pynvml"}),
+        # Each worker process imports it.
+        ("import gpumgr.cli.simulate", {"aiohttp", "gpumgr.cluster.scheduler"}),
+    ],
+)
+def test_a_command_imports_no_more_than_it_takes(code: str, unused: set[str]) -> None:
+    assert run_python(f"import sys\n{code}\nprint({unused} & {{*sys.modules}})").endswith("set()")
 
 
 def test_the_certificates_of_the_system_are_left_to_contexts_that_gpumgr_makes() -> None:
@@ -58,31 +74,6 @@ assert typing_extensions.TypeVar("T", default=int).__default__ is int
 print(isoparse("2026-01-01").year, pickle.loads(pickle.dumps(1)))
 """
     assert run_python(code).split("\n") == ["[] a", "2026 1"]
-
-
-def test_requests_and_pages_work_without_what_has_stand_ins() -> None:
-    code = """
-import asyncio
-from gpumgr.cli.daemon import lean_imports
-with lean_imports():
-    from aiohttp import ClientSession, web
-
-async def main():
-    async def page(request):
-        return web.json_response({"seen": await request.json()})
-    app = web.Application()
-    app.router.add_post("/", page)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    async with ClientSession(trust_env=True) as session, session.post(f"http://127.0.0.1:{port}/", json=[1]) as answer:
-        print(answer.status, await answer.json())
-    await runner.cleanup()
-asyncio.run(main())
-"""
-    assert run_python(code) == "200 {'seen': [1]}"
 
 
 def test_no_message_needs_the_types_that_have_stand_ins() -> None:

@@ -34,7 +34,6 @@ async def kubeconfig(answer: Any, tmp_path: Path) -> AsyncIterator[Path]:
 @pytest.mark.parametrize(
     ("command", "answer", "wrong"),
     [
-        (SIMULATE, {}, MISSING),
         (SIMULATE, {"items": 5}, "Expected `array | null`, got `int` - at `$.items`"),
         (SIMULATE, {"items": [], "metadata": 5}, "AttributeError: 'int' object has no attribute 'get'"),
         (MIGRATE, {}, MISSING),

@@ -102,8 +102,7 @@ async def test_a_node_that_does_not_answer_is_said(
 ) -> None:
     monkeypatch.setattr("gpumgr.cli.resize._ANSWER_SECONDS", 0.1)
     ended = await gpumgr_command("resize", "team/lonely", "--cores", "1", "--kubeconfig", kubeconfig)
-    assert ended.code == 1
-    assert "the agent of the pod's node has not answered within 0.1 s; the request stays in the annotation" in ended.err
+    ended.failed(1, "the agent of the pod's node has not answered within 0.1 s; the request stays in the annotation")
 
 
 DECIDED = {"main": {"cores": 30, "memoryMiB": 512, "requestedAt": "1"}}
@@ -152,20 +151,21 @@ class Contested:
         return self.losses < 0
 
 
+async def annotate(server: Contested) -> Json:
+    pod = RemotePod(cast("ApiServer", server), ("team", "a"))
+    return await pod.annotate("key", lambda seen: f"text for {seen['metadata']['resourceVersion']}")
+
+
 @pytest.mark.parametrize("losses", [0, 2, 4])
 async def test_an_annotation_is_written_again_after_another_writer(losses: int) -> None:
-    server = Contested(losses)
-    pod = RemotePod(cast("ApiServer", server), ("team", "a"))
-    before = await pod.annotate("key", lambda seen: f"text for {seen['metadata']['resourceVersion']}")
-    version = str(losses + 1)
+    server, version = Contested(losses), str(losses + 1)
+    assert (await annotate(server))["metadata"]["resourceVersion"] == version, "the pod as it was before"
     assert server.written == {"uid": "uid-a", "resourceVersion": version, "annotations": {"key": f"text for {version}"}}
-    assert before["metadata"]["resourceVersion"] == version
 
 
 async def test_a_pod_that_others_keep_changing_is_said() -> None:
-    pod = RemotePod(cast("ApiServer", Contested(5)), ("team", "a"))
     with pytest.raises(GpumgrError, match="the annotation key can't be written: other programs keep changing the pod"):
-        await pod.annotate("key", lambda _: "text")
+        await annotate(Contested(5))
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,6 @@ def test_a_sighup_that_comes_before_anybody_listens_ends_nothing(begin: str) -> 
     )
 
 
-def test_the_help_of_all_commands_imports_none_of_them() -> None:
-    code = """
-import sys, gpumgr.cli
-gpumgr.cli.group(["--help"], standalone_mode=False)
-print({*sys.modules} & {"aiohttp", "rich", "pynvml"})
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout.endswith("set()\n")
-
-
 def test_a_second_signal_ends_a_daemon_at_once() -> None:
     code = """
 import asyncio, os, signal

@@ -1,18 +1,21 @@
-"""`gpumgr usage` over a real socket, and out of a real checkpoint where no agent runs."""
+"""`gpumgr usage` over a real socket, out of a real checkpoint where no agent runs, and as a process on a real terminal."""
 
 import json
 import re
+import termios
 from pathlib import Path
 
 import pytest
 
 from gpumgr.agent.api import Cordon, NodeState
 from gpumgr.cli.agent_client import decoded
-from tests.unit.cli.node_story import state, usage_text
+from tests.unit.cli.node_story import GIB, NAMES, container, state, usage_text
 
-from .conftest import Gpumgr
+from .conftest import Gpumgr, Start
 from .fake_agent import FakeAgent
 from .remembered import AT, remember
+
+OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
 async def test_prints_the_tables_plainly_where_there_is_no_terminal(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -39,10 +42,6 @@ async def test_watch_needs_a_terminal(output: str, agent: FakeAgent, gpumgr_comm
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--watch", "--output", output)
     assert (ended.code, ended.out, agent.asked) == (2, "", [])
     assert "--watch needs a terminal" in ended.err
-
-
-async def test_without_an_agent_the_error_explains_how_to_start_one(socket: Path, gpumgr_command: Gpumgr) -> None:
-    (await gpumgr_command("usage", "--socket", socket)).failed(1, "systemctl restart gpumgr")
 
 
 async def test_with_a_given_socket_no_checkpoint_is_read(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
@@ -73,3 +72,56 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
     document = json.loads((await gpumgr_command("usage", "--output", "json")).out)
     assert [(row["name"], row["healthy"]) for row in document["gpus"]] == [("11111111", None), ("22222222", None)]
     assert [row["pod"] for row in document["containers"]] == ["resnet-0"]
+
+
+# -- on a terminal -----------------------------------------------------------------------------------------------------------
+
+
+async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent: FakeAgent, start: Start) -> None:
+    for row in (*agent.state["gpus"], *agent.state["containers"]):  # so the pod's name has room in one line
+        row |= {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    await process.until(OTHER_SCREEN)
+    shown = await process.until("team/bert (main)")
+    await process.until("Ctrl-C quits", after=shown)
+    agent.state["containers"][2]["pod"] = "\x1b]0;x\x07[red]"
+    await process.until("team/\\x1b]0;x\\x07[red", after=shown)
+    process.terminate()
+    assert await process.ended() == 0
+    await process.until(FIRST_SCREEN)
+    assert "\x1b]0;" not in process.out
+    assert termios.tcgetattr(process.tty) == process.untouched
+
+
+async def test_watch_on_a_terminal_leaves_room_for_the_last_line_and_shows_a_missing_agent_until_ctrl_c(
+    agent: FakeAgent, start: Start
+) -> None:
+    agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
+    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    shown = await process.until("2026-09-21 14:13:20Z   Ctrl-C quits")
+    assert "team/p02 (main)" in process.out[:shown]
+    await agent.stop()
+    away = await process.until("The agent is unavailable, trying again")
+    assert "team/p39" not in process.out
+    agent.state["node"] = "come-back"
+    await agent.start()
+    await process.until("come-back", after=away)
+    process.press("\x03")
+    assert await process.ended() == 0
+    await process.until(FIRST_SCREEN)
+    assert "Traceback" not in process.out
+
+
+async def test_without_an_agent_a_terminal_stays_as_it_was(socket: Path, start: Start) -> None:
+    process = await start("usage", "--socket", socket, "--watch", terminal=True)
+    assert await process.ended() != 0
+    await process.until("no agent answers on this node")
+    assert termios.tcgetattr(process.tty) == process.untouched
+
+
+async def test_on_a_terminal_the_tables_have_colour(agent: FakeAgent, start: Start) -> None:
+    process = await start("usage", "--socket", agent.socket, terminal=True)
+    assert await process.ended() == 0
+    await process.until("whole GPU")
+    assert "\x1b[32mhealthy" in process.out
+    assert OTHER_SCREEN not in process.out

@@ -50,6 +50,17 @@ class Image:
     def run(self, node: Path, *, before: Sequence[str | Path] = ()) -> Done:
         return subprocess.run([*before, *self.command(node)], capture_output=True, text=True, check=False)
 
+    def install(self, node: Path) -> str:
+        """What it printed."""
+        done = self.run(node)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def refusal(self, node: Path, *, before: Sequence[str | Path] = ()) -> str:
+        done = self.run(node, before=before)
+        assert done.returncode == 1
+        return done.stderr
+
     def replacing(self, name: str, script: str, folder: Path) -> list[str]:
         """A prefix of the command with which the program `name` is `script`."""
         folder.mkdir()
@@ -102,51 +113,48 @@ def complete(*images: Image) -> set[str]:
 def test_the_agent_finds_what_was_installed_and_done_again_nothing_changes(image: Image, node: Path) -> None:
     mask = os.umask(0o077)
     try:
-        done = image.run(node)
+        assert image.install(node) == f"installed {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n"
     finally:
         os.umask(mask)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"installed {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n", "")
-    assert selected(node) == image.sha256
-    assert names(node) == complete(image)
+    assert (selected(node), names(node)) == (image.sha256, complete(image))
     assert stat.S_IMODE((node / LIBRARY).stat().st_mode) == stat.S_IMODE((node / image.sha256).stat().st_mode) == 0o755
     assert (node / image.sha256 / "version").read_text() == f"{VERSION}\n"
     before = identities(node)
-    done = image.run(node)
-    assert (done.returncode, done.stdout) == (0, f"unchanged {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n")
+    assert image.install(node) == f"unchanged {LIBRARY} {VERSION}, SHA-256 {image.sha256}\n"
     assert identities(node) == before
 
 
 def test_an_upgrade_and_the_way_back_keep_the_copies_that_containers_have_mounted(
     image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path
 ) -> None:
-    image.run(node)
+    image.install(node)
     mounted = FileIdentity.at(node / image.sha256 / LIBRARY)
     newer = Image(tmp_path / "newer", libraries[1], "newer")
-    assert newer.run(node).returncode == 0
+    newer.install(node)
     assert selected(node) == newer.sha256
     # A newer file on the node is no reason to keep it: the image that was rolled out decides.
-    assert image.run(node).returncode == 0
+    image.install(node)
     assert selected(node) == image.sha256
     assert FileIdentity.at(node / image.sha256 / LIBRARY) == mounted
     assert names(node) == complete(image, newer)
 
 
 def test_another_version_of_the_same_library_is_recorded(image: Image, node: Path) -> None:
-    image.run(node)
+    image.install(node)
     (image.folder / "version").write_text("v2\n")
-    assert image.run(node).returncode == 0
+    image.install(node)
     assert (node / image.sha256 / "version").read_text() == "v2\n"
 
 
 def test_a_damaged_copy_is_replaced_and_not_written_to(image: Image, node: Path) -> None:
-    image.run(node)
+    image.install(node)
     target = node / image.sha256 / LIBRARY
     with target.open("rb") as mapped:
         target.chmod(0o600)
-        assert image.run(node).returncode == 0
+        image.install(node)
         with target.open("ab") as file:
             file.write(b"x")
-        assert image.run(node).returncode == 0
+        image.install(node)
         assert hashlib.file_digest(mapped, "sha256").hexdigest() == image.sha256  # the first file, which a container may map
     assert selected(node) == image.sha256
     assert stat.S_IMODE(target.stat().st_mode) == 0o755
@@ -155,9 +163,7 @@ def test_a_damaged_copy_is_replaced_and_not_written_to(image: Image, node: Path)
 def test_an_image_with_another_library_than_its_label_states_installs_nothing(image: Image, node: Path) -> None:
     with (image.folder / LIBRARY).open("ab") as file:
         file.write(b"x")
-    done = image.run(node)
-    assert done.returncode == 1
-    assert f"does not have the SHA-256 beside it, {image.sha256}: pull or build the image again" in done.stderr
+    assert f"does not have the SHA-256 beside it, {image.sha256}: pull or build the image again" in image.refusal(node)
     assert not node.exists()
 
 
@@ -174,44 +180,39 @@ def test_a_copy_that_fails_leaves_what_was_selected_and_is_begun_again(
     cp: str, status: int, said: str, image: Image, libraries: tuple[Path, Path], node: Path, tmp_path: Path
 ) -> None:
     old = Image(tmp_path / "old", libraries[1])
-    old.run(node)
+    old.install(node)
     done = image.run(node, before=image.replacing("cp", cp, tmp_path / "bin"))
     assert (done.returncode, said in done.stderr) == (status, True)
     assert "No space" not in cp or "No space left on device" in done.stderr
     assert selected(node) == old.sha256
     assert not (node / image.sha256 / LIBRARY).exists()
     assert status != -signal.SIGKILL or (node / image.sha256 / f".{LIBRARY}.new").exists()
-    assert image.run(node).returncode == 0
-    assert selected(node) == image.sha256
-    assert names(node) == complete(old, image)
+    image.install(node)
+    assert (selected(node), names(node)) == (image.sha256, complete(old, image))
 
 
 def test_a_folder_that_cannot_be_written(image: Image, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = image.run(tmp_path / "file" / "lib")
-    assert (done.returncode, "can't be made: mount the node's folder there, writable" in done.stderr) == (1, True)
+    assert "can't be made: mount the node's folder there, writable" in image.refusal(tmp_path / "file" / "lib")
     node = tmp_path / "read-only"
     node.mkdir()
     refused = image.replacing("mkdir", f'case "$*" in *{image.sha256}) exit 1; esac; exec /bin/mkdir "$@"', tmp_path / "bin")
-    done = image.run(node, before=refused)
-    assert (done.returncode, "can't be written: mount the node's folder there, writable" in done.stderr) == (1, True)
+    assert "can't be written: mount the node's folder there, writable" in image.refusal(node, before=refused)
     assert names(node) == set()
 
 
 def test_a_file_of_the_operators_is_not_replaced(image: Image, node: Path) -> None:
     node.mkdir(parents=True)
     (node / LIBRARY).write_text("mine")
-    done = image.run(node)
-    assert (done.returncode, "is not a link of gpumgr: move it away" in done.stderr) == (1, True)
-    assert (node / LIBRARY).read_text() == "mine"
-    assert names(node) == {LIBRARY}
+    assert "is not a link of gpumgr: move it away" in image.refusal(node)
+    assert ((node / LIBRARY).read_text(), names(node)) == ("mine", {LIBRARY})
 
 
 def test_a_link_that_leads_elsewhere_is_replaced(image: Image, node: Path, tmp_path: Path) -> None:
     node.mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     (node / LIBRARY).symlink_to(tmp_path / "elsewhere")
-    assert image.run(node).returncode == 0
+    image.install(node)
     assert selected(node) == image.sha256
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

@@ -49,12 +49,6 @@ class Watched:
         self.answers.wait()
         return load_settings(self.path, environ={}, overrides={"node.name": "n"})
 
-    def apply(self, settings: Settings) -> None:
-        self.applied.append(settings)
-
-    def record(self, code: str, why: str) -> None:
-        self.told.append((code, why))
-
 
 @asynccontextmanager
 async def following(path: Path, *, meanwhile: str | None = None, read_seconds: float = 30.0) -> AsyncIterator[Watched]:
@@ -65,8 +59,8 @@ async def following(path: Path, *, meanwhile: str | None = None, read_seconds: f
     reloading = SettingsReloader(
         it.source,
         current=it.start,
-        apply=it.apply,
-        record=it.record,
+        apply=it.applied.append,
+        record=lambda code, why: it.told.append((code, why)),
         check_seconds=0.02,
         read_seconds=read_seconds,
     )

@@ -4,7 +4,7 @@ More ids are in tests/unit/ledger/test_ids.py and test_grant.py.
 
 What people write wrongly is tested with the part that reads it: settings in tests/unit/settings/test_load_settings.py and
 test_gpu_manager_flags.py (and, for the exit code, tests/agent/test_start_and_stop.py), topology text in
-tests/unit/placement/test_matrix.py and tests/unit/cli/test_topology.py, state files and lines of requests in
+tests/unit/placement/test_matrix.py and tests/component/cli/test_topology.py, state files and lines of requests in
 tests/unit/cli/test_place.py, descriptions of simulated nodes in tests/unit/driver/test_sim_nodes.py. Damaged checkpoints are in
 tests/component/ledger/test_store.py, malformed messages in tests/unit/kubelet/test_messages.py, kubelets
 that refuse a registration in tests/component/kubelet/deviceplugin/test_registration.py. A full disk is in

@@ -97,12 +97,9 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...], words: str) -> None:
     ("content", "words"),
     [
         ("", "Input data was truncated"),
-        ("{}", "missing required field `gpus`"),
-        ('{"gpus": {}}', "Expected `array`"),
         ('{"gpus": [{"index": 0}]}', "cores_free"),
         ('{"gpus": [{"index": 0, "cores_free": 1, "memory_blocks_free": 1, "color": 1}]}', "unknown field `color`"),
         ('{"gpus": [{"index": 0, "cores_free": 101, "memory_blocks_free": 1}]}', "<= 100"),
-        ('{"gpus": [{"index": 0, "cores_free": NaN, "memory_blocks_free": 1}]}', "JSON is malformed"),
         ('{"gpus": [{"index": 0, "cores_free": 50.5, "memory_blocks_free": 1}]}', "Expected `int`, got `float`"),
         ('{"gpus": [{"index": 0, "cores_free": 50, "memory_blocks_free": 321}]}', "more than its 320 blocks"),
         ('{"gpus": [{"index": 0, "cores_free": 50, "memory_blocks_free": -1}]}', ">= 0"),

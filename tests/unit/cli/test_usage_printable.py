@@ -80,10 +80,7 @@ def test_the_story_and_the_history_show_hostile_names_as_text() -> None:
 @pytest.mark.parametrize(
     ("kind", "document"),
     [
-        (NodeState, None),
         (NodeState, []),
-        (NodeState, {}),
-        (NodeState, {"gpus": 3, "containers": []}),
         (NodeState, {"gpus": [{"name": "x"}], "containers": []}),
         (PodDetails, {**story(), "history": [entry(1, "levitated")]}),
         (list[HistoryEntry], [entry(1, "levitated")]),

@@ -1,4 +1,5 @@
-"""The commands in the documents exist, with the options that are shown; docs/simulate.md has the policies that can be named."""
+"""The commands in the documents exist, with the options that are shown. docs/simulate.md has the policies that can be named,
+docs/operations.md every command, and a remedy for each alert of config/prometheus."""
 
 import re
 import shlex
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 
 import click
 import pytest
+import yaml
 
 from gpumgr.cli import group
 from gpumgr.cluster.simulation.policies import POLICIES
@@ -58,3 +60,27 @@ def test_every_policy_of_simulations_is_described() -> None:
     text = (PROJECT / "docs" / "simulate.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*) \|", text.split("\n## Policies\n")[1].split("\n### ")[0], re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)} == set(POLICIES)
+
+
+def _operations(title: str) -> str:
+    """A chapter of docs/operations.md."""
+    text = (PROJECT / "docs" / "operations.md").read_text(encoding="utf-8")
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_alert_has_a_row_with_a_remedy() -> None:
+    alerts = [
+        rule["alert"]
+        for file in (PROJECT / "config" / "prometheus").glob("*.yaml")
+        for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]{10,} \| [^|]{10,} \|$", _operations("Alerts"), re.MULTILINE)
+    assert len(alerts) > 10
+    assert sorted(rows) == sorted(alerts)
+
+
+def test_every_command_is_named() -> None:
+    named = set(re.findall(r"`(?:gpumgr )?([a-z]+)\b[^`]*`", _operations("Commands")))
+    assert set(group.list_commands(click.Context(group))) - named == set()

@@ -1,4 +1,4 @@
-"""What a reload comes to."""
+"""What a reload comes to, and what the settings of HAMi's resources mean."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from gpumgr.settings import Settings, load_settings
 from gpumgr.settings.live import reload
+from gpumgr.settings.profile import replica_resources
 from gpumgr.settings.schema import flat, is_live, sections
 
 OTHER: Mapping[str, Any] = {
@@ -58,3 +59,9 @@ def test_what_is_not_live_stays_and_is_named_until_it_is_taken_back() -> None:
     assert (again.settings, again.applied, again.needs_restart) == (outcome.settings, (), ("checkpoint.dir", "http.port"))
     back = reload(outcome.settings, before)
     assert (back.applied, back.needs_restart) == (("placement.policy",), ())
+
+
+def test_the_settings_of_hamis_resources_are_used_where_the_resources_are_offered() -> None:
+    changed = {"hami__count_resource": "example.com/gpu", "hami__memory_factor": 256, "hami__device_core_scaling": 2.0}
+    hami = settings(node__profile="hami", **changed)
+    assert (replica_resources(settings(**changed)), replica_resources(hami)) == (None, hami.hami)

@@ -1,4 +1,4 @@
-"""The checks of `make supply-check`, on packages and locks that are wrong."""
+"""The checks of `make supply-check`, on packages and locks that are wrong; and the locks of the images."""
 
 import base64
 import hashlib
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tools import PROJECT
 from tools.sbom import Pin, pins
 from tools.supply import lock_problems, package_problems, request_problems
 
+IMAGE = PROJECT / "config" / "image"
 HASH = "sha256:" + "0" * 64
 
 
@@ -78,3 +80,11 @@ def test_a_range_without_its_locked_version_is_a_problem() -> None:
         "pyproject.toml asks for a>=2, the lock has 1: run `make lock`",
         "pyproject.toml asks for b, the lock has None: run `make lock`",
     ]
+
+
+@pytest.mark.parametrize("folder", ["", "hami-core"])
+def test_every_pin_of_an_image_has_hashes(folder: str) -> None:
+    found = pins((IMAGE / folder / "requirements.lock").read_text())
+    assert found
+    assert all(pin.hashes for pin in found.values())
+    assert "--require-hashes" in (IMAGE / folder / "Dockerfile").read_text()

@@ -1,4 +1,4 @@
-"""Other plugins and other agents on the node, and the folders that an agent in a pod shares with them."""
+"""Other plugins and other agents on the node."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from gpumgr.cli.examination import ok
-from gpumgr.cli.examination.folders import look_at_host_paths
 from gpumgr.cli.examination.peers import look_at_agent, look_at_plugins
 from gpumgr.kubelet.other_plugins import lock_folder, lock_node
 
@@ -56,10 +55,3 @@ async def test_an_agent_with_a_lock_file_of_its_own(folder: Path) -> None:
     with lock_folder(folder):
         assert brief(look_at_agent(folder / "agent.lock", folder, before_start=False)) == ("warning", message)
         assert brief(look_at_agent(folder / "agent.lock", folder, before_start=True)) == ("error", message)
-
-
-async def test_host_folders_are_required_in_a_pod_only(folder: Path) -> None:
-    (folder / "self").mkdir()
-    (folder / "self/mountinfo").write_text("641 540 0:53 / / rw - overlay overlay rw\n")
-    assert look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=False).state == "skipped"
-    assert look_at_host_paths({"checkpoint.dir": folder}, folder, in_pod=True).state == "error"

@@ -1,4 +1,4 @@
-"""What the agent writes: its folders and its checkpoint, as a look before its start finds them."""
+"""What the agent writes: its folders, also the host's in a pod, and its checkpoint, as a look before its start finds them."""
 
 import asyncio
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumgr.cli.examination import CheckResult, ok
-from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders, look_at_settings
+from gpumgr.cli.examination import CheckResult, ok, skipped
+from gpumgr.cli.examination.folders import look_at_checkpoint, look_at_folders, look_at_host_paths, look_at_settings
 from gpumgr.kubelet.other_plugins import lock_node
 from gpumgr.ledger.store import NAME, SqliteCheckpoint, read_checkpoint
 
@@ -122,3 +122,31 @@ async def test_a_file_with_settings_that_no_command_reads_is_a_warning(folder: P
     file.touch()
     found = look_at_settings(file)
     assert (found.state, str(file) in found.message, "/etc/gpumgr/gpumgr.yaml" in (found.remedy or "")) == ("warning", True, True)
+
+
+# -- in a pod, by /proc/self/mountinfo ---------------------------------------------------------------------------------------
+
+FOLDERS = {"checkpoint.dir": Path("/var/lib/gpumgr"), "enforcement.run_dir": Path("/run/gpumgr")}
+OVERLAY = "641 540 0:53 / / rw,relatime master:1 - overlay overlay rw,lowerdir=/a:/b"
+LEDGER = "660 641 8:1 /var/lib/gpumgr /var/lib/gpumgr rw - ext4 /dev/sda1 rw"
+RUN = "661 641 0:24 /gpumgr /run/gpumgr rw shared:5 - tmpfs tmpfs rw"
+EMPTY = "662 641 8:1 /var/lib/kubelet/pods/4d/volumes/kubernetes.io~empty-dir/state /var/lib/gpumgr rw - ext4 /dev/sda1 rw"
+
+
+def judged(proc: Path, *lines: str, in_pod: bool = True) -> CheckResult:
+    (proc / "self").mkdir(exist_ok=True)
+    (proc / "self/mountinfo").write_text("\n".join(lines))
+    return look_at_host_paths(FOLDERS, proc, in_pod=in_pod)
+
+
+def test_all_are_mounted_or_lie_in_what_is_mounted(folder: Path) -> None:
+    assert judged(folder, OVERLAY, LEDGER, RUN) == ok("2 folders are mounted from the host")
+    assert judged(folder, OVERLAY, "660 641 8:1 /var /var rw - ext4 /dev/sda1 rw", RUN).state == "ok"
+    assert judged(folder, in_pod=False) == skipped("not in a pod")
+
+
+@pytest.mark.parametrize("lines", [(OVERLAY, RUN), (OVERLAY, EMPTY, RUN), (OVERLAY, LEDGER, EMPTY, RUN), (RUN,)])
+def test_what_is_the_containers_or_the_pods_own_is_named(lines: tuple[str, ...], folder: Path) -> None:
+    found = judged(folder, *lines)
+    message = "not mounted from the host: /var/lib/gpumgr (checkpoint.dir); "
+    assert (found.state, found.message.startswith(message), "hostPath" in str(found.remedy)) == ("error", True, True)
