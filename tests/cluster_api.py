@@ -1,4 +1,4 @@
-"""The simulated API server with what the scheduler and the claims controller use: nodes, ConfigMaps, bindings, and JSON patches of pods."""
+"""The simulated API server with what the scheduler and the claims controller use: nodes, quotas, DRA, bindings, JSON patches of pods."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -11,6 +11,8 @@ from aiohttp import web
 from gpumgr.sim.apiserver import SimApiServer, conflict, not_found
 from gpumgr.sim.apiserver_objects import Document, WatchedObjects, failure, merge
 
+DRA_API = "/apis/resource.k8s.io/v1"
+_DRA = {"resourceclaims": "ResourceClaim", "resourceclaimtemplates": "ResourceClaimTemplate", "resourceslices": "ResourceSlice"}
 _JSON_PATCH = "application/json-patch+json"
 
 
@@ -22,12 +24,12 @@ class ClusterApiServer(SimApiServer):
         super().__init__(node_name, **options)
         self.lose_bindings = False
         self.bind_hook: Callable[[bool], Awaitable[web.Response | None]] | None = None
-        self._watched |= {
-            kind: WatchedObjects(name, self._delay) for kind, name in (("nodes", "Node"), ("configmaps", "ConfigMap"))
-        }
+        names = {"nodes": "Node", "configmaps": "ConfigMap", "resourcequotas": "ResourceQuota", **_DRA}
+        self._watched |= {kind: WatchedObjects(name, self._delay) for kind, name in names.items()}
         pod = "/api/v1/namespaces/{namespace}/pods/{name}"
         self.routes += [
             web.get("/api/v1/namespaces/{namespace}/configmaps", self._list_or_watch),
+            *(web.get(f"{DRA_API}/{kind}", self._list_or_watch) for kind in _DRA),
             web.post(f"{pod}/binding", self._bind),
         ]
 
@@ -39,6 +41,10 @@ class ClusterApiServer(SimApiServer):
         if (pod := self._named(request)) is None:
             return not_found(request)
         return self._json_patch(pod, await request.json())
+
+    def objects(self, kind: str) -> WatchedObjects:
+        """Of this resource, such as "resourceclaims", in all namespaces."""
+        return self._watched[kind]
 
     def put_node(self, document: Document) -> None:
         """Creates or replaces a node of the list of nodes. It is independent of the one node in `written`, which an agent reads and

@@ -1,8 +1,6 @@
 """Any order of filter, bind, deletion, expiry and change of a node, also with constraints: no GPU is given beyond its capacity, only GPUs
 that a pod may have are chosen for it, and the index equals one that is filled from the nodes and the bound pods alone."""
 
-from functools import reduce
-from operator import or_
 from typing import get_args
 
 from hypothesis import settings
@@ -25,7 +23,7 @@ NODES = (
     with_replicas(node_state("b", 4, near=((0, 1), (2, 3)), models=(T4, A100, A100, A100), numa=(0, 0, 1, 1)), 4),
     node_of_equal_gpus("c", 200, 2 * 16384),
     replace(node_state("d", 2, models=(A100, A100), numa=(0, 1), naming="none"), cpu_milli=4000),
-    with_mig(with_replicas(node_state("m", 2, models=(A100, A100)), 3), 1),
+    with_mig(with_replicas(node_state("m", 3, models=(A100, A100, A100)), 3), 1, 2),
 )
 WANTED: tuple[PodRequest, ...] = (
     *REQUESTS,
@@ -37,6 +35,10 @@ WANTED: tuple[PodRequest, ...] = (
     constrained(request(("app", 200, 0)), same_numa_node=True),
     constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True, use_models=("a100",)),
     constrained(hami(memory=9000), modes=("mig",)),
+    constrained(hami(cores=100), modes=("mig",)),
+    constrained(hami(memory_percent=30), modes=("mig",)),
+    constrained(together(hami("sidecar", memory=5000), hami(cores=30)), modes=("mig",)),
+    constrained(together(hami("init", gpus=2, memory=5000), hami(memory=20000), hami(memory=40000, cores=40)), modes=("mig",)),
     constrained(
         together(hami("init", memory=30000), hami("init", gpus=1, memory=9), hami(cores=20), hami(cores=15)), modes=("mig",)
     ),
@@ -184,13 +186,15 @@ class Cluster(RuleBasedStateMachine):
 
     @invariant()
     def no_memory_slice_is_given_to_two_pods(self) -> None:
-        gpu, taken = self.nodes["m"].gpus[1].uuid, 0
-        for pod in self.index.pods_on("m").values():
-            own = [amounts.slices for shares in pod.shares or () for name, amounts in shares if name == gpu]
-            assert all(own)
-            assert not taken & reduce(or_, own, 0)
-            taken |= reduce(or_, own, 0)
-        assert not taken & ~self.index.used("m")[1].slices
+        for position in (1, 2):
+            gpu, taken = self.nodes["m"].gpus[position].uuid, 0
+            for pod in self.index.pods_on("m").values():
+                own = {amounts.slices for shares in pod.shares or () for name, amounts in shares if name == gpu}
+                for slices in own:
+                    assert slices
+                    assert not taken & slices
+                    taken |= slices
+            assert not taken & ~self.index.used("m")[position].slices
 
     @invariant()
     def it_uses_what_an_index_that_is_filled_again_uses(self) -> None:

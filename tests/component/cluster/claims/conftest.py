@@ -15,41 +15,32 @@ from gpumgr.cluster.scheduler.lease import LeaseTimes
 from gpumgr.kube.client import ApiServer
 from gpumgr.kube.reflector import WatchTimes
 from gpumgr.settings.schema import ClaimsSettings, SchedulerSettings
-from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
-from tests.cluster_api import ClusterApiServer
+from tests.cluster_api import DRA_API, ClusterApiServer
 from tests.component.cluster.scheduler.conftest import FAST, Clock, daemons, node
 
 Json = dict[str, Any]
 GATE = {"name": "gpumgr.io/quota"}
-_API = "/apis/resource.k8s.io/v1"
 
 
 class DraObjects:
-    """Claims, templates and slices beside the simulated API server. `refused`: statuses with which the next creations are answered,
-    with `headers`."""
+    """Creates and deletes templates beside the simulated API server. `refused`: statuses with which the next creations are answered, with
+    `headers`."""
 
     def __init__(self, sim: ClusterApiServer) -> None:
-        self.sim = sim
-        kinds = ("resourceclaims", "resourceclaimtemplates", "resourceslices")
-        self.watched = {kind: WatchedObjects(kind, sim._delay) for kind in kinds}
+        self.sim, self._templates = sim, sim.objects("resourceclaimtemplates")
         self.posted: list[str] = []
         self.refused: list[int] = []
         self.headers: dict[str, str] = {}
-        templates = f"{_API}/namespaces/{{namespace}}/resourceclaimtemplates"
-        sim.routes += [web.get(f"{_API}/{kind}", self._get) for kind in kinds]
-        sim.routes += [web.post(templates, self._create), web.delete(f"{templates}/{{name}}", self._delete)]
+        path = f"{DRA_API}/namespaces/{{namespace}}/resourceclaimtemplates"
+        sim.routes += [web.post(path, self._create), web.delete(f"{path}/{{name}}", self._delete)]
 
     @property
     def templates(self) -> list[str]:
         return sorted(f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in self._templates.items.values())
 
-    @property
-    def _templates(self) -> WatchedObjects:
-        return self.watched["resourceclaimtemplates"]
-
     def put(self, kind: str, item: Json) -> None:
-        self.watched[kind].put(item)
+        self.sim.objects(kind).put(item)
 
     def put_dra_node(self, name: str, model: str, memory: str = "40Gi", labels: Mapping[str, str] | None = None) -> None:
         """A node in mode dra with one GPU, and its slice."""
@@ -58,10 +49,6 @@ class DraObjects:
         self.sim.put_node(made)
         device = {"name": "gpu-0", "attributes": {"productName": {"string": model}}, "capacity": {"memory": {"value": memory}}}
         self.put("resourceslices", {"metadata": {"name": name, "uid": name}, "spec": {"nodeName": name, "devices": [device]}})
-
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        objects = self.watched[request.path.rpartition("/")[2]]
-        return await objects.watch(request) if request.query.get("watch") else objects.list()
 
     async def _create(self, request: web.Request) -> web.Response:
         item = await request.json()

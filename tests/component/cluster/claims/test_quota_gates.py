@@ -32,7 +32,7 @@ async def test_gates_are_removed_in_the_order_of_creation_as_others_end(stage: S
     assert stage.gated("fourth")
     assert stage.gated("fifth")
     stage.sim.remove("uid-first")
-    stage.dra.watched["resourceclaims"].remove("claim-first-claim")
+    stage.sim.objects("resourceclaims").remove("claim-first-claim")
     await until(lambda: not stage.gated("fourth") and not stage.gated("fifth"))
 
 
@@ -171,7 +171,7 @@ async def test_limits_of_a_model_hold_while_all_slices_are_withdrawn(dra: DraObj
         await stage.admit("first", 40)
         stage.bind("first", 40)
         await until(lambda: stage.watches.index.placement("claim-first-claim") is not None)
-        dra.watched["resourceslices"].remove("a")
+        dra.sim.objects("resourceslices").remove("a")
         await until(lambda: not stage.watches._slices)
         stage.gated_pod("second", 40, created="2")
         await stage.held_back("second", "uses 40 of 50 cores on A100")

@@ -87,8 +87,8 @@ async def test_a_namespace_has_so_many_templates(dra: DraObjects, tmp_path: Path
 async def test_a_template_that_vanishes_while_a_pod_waits_comes_back(stage: Stage) -> None:
     stage.sim.put_document(pod("one", NAME))
     await until(lambda: bool(stage.watches.templates))
-    (uid,) = stage.dra.watched["resourceclaimtemplates"].items
-    stage.dra.watched["resourceclaimtemplates"].remove(uid)
+    (uid,) = stage.sim.objects("resourceclaimtemplates").items
+    stage.sim.objects("resourceclaimtemplates").remove(uid)
     stage.clock.now += 1
     await until(lambda: stage.dra.posted == [f"team/{NAME}"] * 2)
 
@@ -112,7 +112,7 @@ async def test_a_template_without_use_is_deleted_after_a_day(dra: DraObjects, tm
         await sweep(60)
         await until(lambda: len(dra.templates) == 3)
         assert "team/vcuda-c0-1-1" not in dra.templates
-        dra.watched["resourceclaims"].remove("claim-running")
+        dra.sim.objects("resourceclaims").remove("claim-running")
         await until(lambda: not any(stage.watches._claims))
         await sweep(24 * 3600 - 1)
         assert "team/vcuda-c0-2-1" in dra.templates, "a day since its last use"

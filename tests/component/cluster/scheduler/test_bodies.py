@@ -84,37 +84,14 @@ async def test_a_longer_review_is_refused_with_the_limit(webhook: HttpServer) ->
     assert refused.endswith(b"the AdmissionReview has more than 1048576 bytes; shorten the pod\n")
 
 
-async def test_what_is_being_answered_is_not_cut() -> None:
-    """Also if it alone takes all the room."""
-    bodies, entered, leave = Bodies(100, 150), asyncio.Event(), asyncio.Event()
-
-    async def slow(request: web.Request) -> web.Response:
-        async with bodies.of(request) as body:
-            if len(body) == 100:
-                entered.set()
-                await leave.wait()
-            return web.Response(text="done")
-
-    application = web.Application()
-    application.add_routes([web.post("/", slow)])
-    listener = HttpServer(application, host="127.0.0.1", port=0)
-    await listener.start()
-    long = await begin(listener.address, "/", b"x" * 100, 100)
-    await entered.wait()
-    assert await answer(await begin(listener.address, "/", b"x" * 60, 70)) == b""
-    assert (await answer(await begin(listener.address, "/", b"x" * 50, 50))).endswith(b"done")
-    leave.set()
-    assert (await answer(long)).endswith(b"done")
-    await listener.stop()
-
-
 class Sender:
     """A request; its body arrives as the test says."""
 
     path, remote = "/", "10.0.0.1"
 
     def __init__(self, bodies: Bodies) -> None:
-        self._chunks = asyncio.Queue[bytes]()
+        self._chunks, self.answered = asyncio.Queue[bytes](), asyncio.Event()
+        self.answered.set()
         self.content, self.transport, self.cut = self, self, False
         self.whole = asyncio.create_task(self._read(bodies))
 
@@ -133,7 +110,23 @@ class Sender:
 
     async def _read(self, bodies: Bodies) -> int:
         async with bodies.of(cast(web.BaseRequest, self)) as body:
+            await self.answered.wait()
             return len(body)
+
+
+async def test_what_is_being_answered_is_not_cut() -> None:
+    """Also if it alone takes all the room."""
+    bodies = Bodies(100, 150)
+    long, cut, fits = Sender(bodies), Sender(bodies), Sender(bodies)
+    long.answered.clear()
+    for sender, sizes in ((long, (100, 0)), (cut, (60, 0)), (fits, (50, 0))):
+        for size in sizes:
+            await sender.send(size)
+    with pytest.raises(ConnectionError):
+        await cut.whole
+    long.answered.set()
+    assert (await fits.whole, await long.whole) == (50, 100)
+    assert [each.cut for each in (long, cut, fits)] == [False, True, False]
 
 
 async def test_many_large_bodies_do_not_cut_a_small_one_that_began_before() -> None:

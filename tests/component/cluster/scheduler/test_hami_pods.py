@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from gpumgr.cluster.core.node import NodeState
-from gpumgr.cluster.scheduler.objects import parse_node
+from gpumgr.cluster.core.quota import NamespaceQuota
+from gpumgr.cluster.scheduler.objects import parse_node, parse_watched_pod
 from gpumgr.common.units import Amounts
 from gpumgr.kube.cluster_annotations import InventoryGpu, mig_rows
 from gpumgr.kube.pods import parse_pod
 from gpumgr.placement.devices import MigProfile
 from gpumgr.settings.hami_resources import ReplicaResources
 from gpumgr.settings.schema import SchedulerSettings
-from gpumgr.sim.apiserver_objects import WatchedObjects
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
 from tests.mig_profiles import H100
@@ -48,51 +46,31 @@ def hami_node(name: str, gpus: int, *, vcuda: bool = True, replicas: int = REPLI
     return made
 
 
-class Quotas:
-    """The ResourceQuotas of the simulated API server."""
-
-    def __init__(self, sim: ClusterApiServer) -> None:
-        self.sim, self.objects = sim, WatchedObjects("resourcequotas", sim._delay)
-        sim.routes.append(web.get("/api/v1/resourcequotas", self._get))
-
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        watched = request.query.get("watch")
-        return await self.objects.watch(request) if watched else self.objects.list()
-
-    def put(self, name: str, **hard: int) -> None:
-        metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}"}
-        keys = {f"limits.nvidia.com/{key}": str(value) for key, value in hard.items()}
-        self.objects.put({"metadata": metadata, "spec": {"hard": {"pods": "9", **keys}}})
+def hard(name: str, **limits: int) -> Json:
+    """A ResourceQuota."""
+    keys = {f"limits.nvidia.com/{key}": str(value) for key, value in limits.items()}
+    return {"metadata": {"name": name, "namespace": "team", "uid": f"uid-{name}"}, "spec": {"hard": {"pods": "9", **keys}}}
 
 
 @pytest.fixture
-def both() -> ClusterApiServer:
+async def hami(tmp_path: Path) -> AsyncIterator[Stage]:
     """Node a has two GPUs, node b four, for which no vcuda resources are offered."""
-    sim = ClusterApiServer("a")
-    sim.put_node(hami_node("a", 2))
-    sim.put_node(hami_node("b", 4, vcuda=False))
-    return sim
+    async with ClusterApiServer("a") as sim:
+        sim.put_node(hami_node("a", 2))
+        sim.put_node(hami_node("b", 4, vcuda=False))
+        async with running(sim, tmp_path, SchedulerSettings(policy="binpack"), hami=HAMI) as made:
+            yield made
 
 
-@pytest.fixture
-def quotas(both: ClusterApiServer) -> Quotas:
-    return Quotas(both)
-
-
-@pytest.fixture
-async def hami(quotas: Quotas, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with quotas.sim, running(quotas.sim, tmp_path, SchedulerSettings(policy="binpack"), hami=HAMI) as made:
-        yield made
+async def limited(stage: Stage, *quotas: Json) -> None:
+    """The quotas are known."""
+    for each in quotas:
+        stage.sim.objects("resourcequotas").put(each)
+    await until(lambda: len(stage.quotas.limits.get("team", NamespaceQuota()).limits) == len(quotas))
 
 
 def annotations(stage: Stage, name: str) -> dict[str, str]:
     found: dict[str, str] = stage.sim._pods.items[f"uid-{name}"]["metadata"]["annotations"]
-    return found
-
-
-def state(stage: Stage) -> NodeState:
-    found = stage.index.node("a")
-    assert found is not None
     return found
 
 
@@ -119,25 +97,19 @@ async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(ha
 @pytest.mark.hami_bug("B23: a cordon is not seen")
 async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
     """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
-
-    def cordons() -> list[bool]:
-        state = hami.index.node("a")
-        return [gpu.cordoned for gpu in state.gpus] if state else []
-
     one = {"gpu": 1, "gpumem": 500}
     assert await hami.schedule(hami_pod("before", one), ["a"]) == "a"
     cordoned = hami_node("a", 2)
     cordoned["metadata"]["annotations"]["hami.io/device-cordon"] = " GPU-a-0 ,, what"
-    hami.sim.put_node(cordoned)
-    await until(lambda: cordons() == [True, False])
+    await hami.show_nodes(cordoned)
+    assert [gpu.cordoned for gpu in hami.state("a").gpus] == [True, False]
     for name, item in (("hami", hami_pod("hami", one)), ("vcuda", pod("vcuda", ("app", 10, 4)))):
         assert await hami.schedule(item, ["a"]) == "a"
         assert [uuid for uuid, *_ in json.loads(annotations(hami, name)["gpumgr.io/placement"])["containers"].popitem()[1]] == [
             "GPU-a-1"
         ]
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) is None
-    hami.sim.put_node(hami_node("a", 2))
-    await until(lambda: cordons() == [False, False])
+    await hami.show_nodes(hami_node("a", 2))
     assert await hami.schedule(hami_pod("pair", {"gpu": 2, "gpumem": 500}), ["a"]) == "a"
 
 
@@ -210,18 +182,14 @@ async def test_a_refused_pod_that_is_on_a_node_holds_what_its_containers_got(ham
     bound["spec"] |= {"containers": [*bound["spec"]["containers"], *bound["spec"]["initContainers"]], "initContainers": []}
     bound["spec"]["containers"][1]["resources"]["limits"] = other
     bound["spec"]["nodeName"] = "a"
-    hami.sim.put_document(bound)
-    await until(lambda: hami.index.placement("uid-bound") is not None)
+    await hami.show(bound)
     assert sorted(hami.cores("a")) == [100 if "tencent.com/vcuda-core" in other else 0, 100]
 
 
 @pytest.mark.hami_bug("B13: of several ResourceQuotas one holds")
-async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Quotas) -> None:
+async def test_every_resource_quota_of_a_namespace_holds(hami: Stage) -> None:
     """HAMi 2.10 uses the last one only, and counts no percentages."""
-    quotas.put("memory", gpumem=9000)
-    quotas.put("cores", gpucores=50)
-    quotas.put("wide", gpumem=90000)
-    await until(lambda: "team" in hami.quotas.limits and len(hami.quotas.limits["team"].limits) == 3)
+    await limited(hami, hard("memory", gpumem=9000), hard("cores", gpucores=50), hard("wide", gpumem=90000))
     assert await hami.schedule(hami_pod("one", {"gpu": 1, "gpumem-percentage": 50, "gpucores": 30})) == "a"
     assert "uses 8 GiB of 9000 MiB of GPU memory; the pod needs 1000 MiB" in str(
         await hami.filter(hami_pod("two", {"gpu": 1, "gpumem": 1000}))
@@ -229,14 +197,13 @@ async def test_every_resource_quota_of_a_namespace_holds(hami: Stage, quotas: Qu
     assert "uses 30 of 50 cores; the pod needs 40" in str(
         await hami.filter(hami_pod("two", {"gpu": 2, "gpumem": 100, "gpucores": 20}))
     )
-    quotas.objects.remove("uid-memory")
+    hami.sim.objects("resourcequotas").remove("uid-memory")
     await until(lambda: len(hami.quotas.limits["team"].limits) == 2)
     assert await hami.filtered(hami_pod("two", {"gpu": 1, "gpumem": 1000})) == ["a"]
 
 
-async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage, quotas: Quotas) -> None:
-    quotas.put("cores", gpucores=20)
-    await until(lambda: "team" in hami.quotas.limits)
+async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage) -> None:
+    await limited(hami, hard("cores", gpucores=20))
     for number in range(2):
         assert await hami.schedule(hami_pod(f"none-{number}", {"gpu": 1, "gpumem": 100})) == "a"
     assert await hami.schedule(hami_pod("all", {"gpu": 1, "gpumem": 100, "gpucores": 20})) == "a"
@@ -245,8 +212,7 @@ async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage, quot
 
 async def test_a_node_counts_with_its_own_replicas_and_factors(hami: Stage) -> None:
     """Those of its settings; its kubelet's capacity keeps replicas that were offered before."""
-    hami.sim.put_node(hami_node("a", 2, replicas=1, scaling=[2.0, 1.5]))
-    await until(lambda: state(hami).gpus[0].replicas == 1)
+    await hami.show_nodes(hami_node("a", 2, replicas=1, scaling=[2.0, 1.5]))
     wanted = {"gpu": 1, "gpumem": 20000, "gpucores": 50}
     assert await hami.schedule(hami_pod("one", wanted), ["a"]) == "a"
     assert [(used.cores, used.memory_mebibytes) for used in hami.index.used("a")] == [(34, 10000), (0, 0)]
@@ -269,19 +235,17 @@ async def test_a_pod_that_hamis_scheduler_bound_counts_as_its_agent_reports_it(h
         "tencent.com/predicate-node": "a",
         "tencent.com/predicate-gpu-idx-0": "1",
     }
-    hami.sim.put_document(theirs)
-    await until(lambda: hami.index.placement("uid-theirs") is not None)
+    await hami.show(theirs)
     assert sorted((used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")) == [
         (0, 0, 0),
         (30, 5000, 1),
     ]
-    hami.sim.put_node(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000, 0, 2]]}))
-    await until(lambda: hami.index.used("a")[1].replicas == 2)
+    await hami.show_nodes(hami_node("a", 2, other={"uid-theirs": [[1, 30, 5000, 0, 2]]}))
+    assert hami.index.used("a")[1].replicas == 2
 
 
-async def test_an_explicit_zero_blocks(hami: Stage, quotas: Quotas) -> None:
-    quotas.put("none", gpumem=0)
-    await until(lambda: "team" in hami.quotas.limits)
+async def test_an_explicit_zero_blocks(hami: Stage) -> None:
+    await limited(hami, hard("none", gpumem=0))
     assert "uses 0 MiB of 0 MiB" in str(await hami.filter(hami_pod("one", {"gpu": 1, "gpumem": 1})))
 
 
@@ -302,11 +266,8 @@ def mig_node(name: str, profiles: tuple[MigProfile, ...] = H100, **more: Any) ->
 
 
 async def test_a_pod_on_a_mig_node_is_bound_with_the_places_of_its_devices(hami: Stage) -> None:
-    hami.sim.put_node(mig_node("m"))
-    await until(lambda: hami.index.node("m") is not None)
-    state = hami.index.node("m")
-    assert state is not None
-    assert [gpu.replicas for gpu in state.gpus] == [10, 7]
+    await hami.show_nodes(mig_node("m"))
+    assert [gpu.replicas for gpu in hami.state("m").gpus] == [10, 7]
     only = {"nvidia.com/vgpu-mode": "mig"}
     shown = hami_pod("mig", {}, {"gpu": 1, "gpumem": 15000, "gpucores": 20}, {"gpu": 1, "gpumem": 500}, annotations=only)
     assert await hami.schedule(shown, ["a", "m"]) == "m"
@@ -325,8 +286,7 @@ async def test_a_pod_on_a_mig_node_is_bound_with_the_places_of_its_devices(hami:
 
 
 async def test_a_pod_without_a_place_is_rejected_with_the_reason(hami: Stage) -> None:
-    hami.sim.put_node(mig_node("m", other={"foreign": [[1, 14, 9984, 0b0010_0000]]}))
-    await until(lambda: hami.index.node("m") is not None)
+    await hami.show_nodes(mig_node("m", other={"foreign": [[1, 14, 9984, 0b0010_0000]]}))
     only, half = {"nvidia.com/vgpu-mode": "mig"}, {"gpu": 1, "gpumem": 30000}
     assert await hami.schedule(hami_pod("first", half, annotations=only), ["m"]) == "m"
     assert json.loads(annotations(hami, "first")["gpumgr.io/placement"])["containers"]["c0"][0][3] == 0x0F
@@ -353,16 +313,11 @@ DEVICE: Json = {"gpu": 1, "gpumem": 15000}
         (DEVICE, ["GPU-m-1", 14, 20096, "3"], False),
     ],
 )
-async def test_a_placement_counts_if_it_has_what_the_pod_requests(
-    hami: Stage, request_: Json, share: list[Any], counts: bool
-) -> None:
+def test_a_placement_counts_if_it_has_what_the_pod_requests(request_: Json, share: list[Any], counts: bool) -> None:
     """Otherwise a likely GPU or device counts."""
-    hami.sim.put_node(mig_node("m"))
     placement = {"version": 1, "node": "m", "containers": {"c0": [share]}}
     bound = hami_pod("bound", request_, annotations={"gpumgr.io/placement": json.dumps(placement)})
     bound["spec"]["nodeName"] = "m"
-    hami.sim.put_document(bound)
-    await until(lambda: "uid-bound" in hami.index.pods_on("m"))
     uuid, cores, memory, *slices = share
-    shares = ((uuid, Amounts(cores, memory, 1, *slices[:1])),)
-    assert hami.index.pods_on("m")["uid-bound"].shares == ((shares,) if counts else None)
+    shares = (((uuid, Amounts(cores, memory, 1, *slices[:1])),),)
+    assert parse_watched_pod(bound, HAMI).shares == (shares if counts else None)

@@ -1,8 +1,6 @@
 """GPUs with dynamic MIG: which device a container gets, on which GPU, and the reason if none fits."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpumgr.cluster.core import choose as choose_module
@@ -193,44 +191,6 @@ def test_replicas_of_pods_that_the_node_reports_end_with_them() -> None:
     node = replace(ONE, reported_shares=other)
     found = expect(Eviction, evict((PlacedPod(uid=uid, node="m", request=SMALL) for uid in other), SMALL, node))
     assert len(found.victims) == 1
-
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from([
-            SMALL, LARGE, hami(memory=15000), hami(cores=100), hami(gpus=2, memory=9000), hami(memory_percent=30),
-            together(hami("init", memory=15000), SMALL, SMALL), together(hami("sidecar", memory=5000), hami(cores=30)),
-            together(hami("init", gpus=2, memory=5000), hami(memory=20000), LARGE),
-        ]),
-        st.integers(0, 12),
-    ),
-    max_size=40,
-)  # fmt: skip
-
-
-@given(STEPS)
-def test_devices_of_any_pods_never_overlap(steps: list[tuple[PodRequest, int]]) -> None:
-    """For each pair, the request arrives, then the pod with the number ends."""
-    index = ClusterIndex()
-    index.set_node(TWO)
-    for number, (wanted, ending) in enumerate(steps):
-        ranked = Question(index, wanted, "binpack").rank(["m"])
-        if not isinstance(ranked, Rejection):
-            pod = PlacedPod(uid=f"p{number}", node="m", request=wanted, shares=named_shares(TWO, ranked[0][1]))
-            assert index.fits(pod)
-            index.bind(pod)
-        index.remove(f"p{number - ending}")
-        for gpu, used in zip(TWO.gpus, index.used("m"), strict=True):
-            taken = 0
-            for each in index.pods_on("m").values():
-                assert each.shares is not None
-                for bits in {amounts.slices for shares in each.shares for uuid, amounts in shares if uuid == gpu.uuid}:
-                    assert bits
-                    assert not bits & taken
-                    taken |= bits
-            assert taken == used.slices
-            assert used.cores <= 100
-            assert used.memory_mebibytes <= gpu.memory_mebibytes
 
 
 def test_the_place_on_gpus_with_equal_use_is_computed_once() -> None:

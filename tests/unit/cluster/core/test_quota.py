@@ -185,24 +185,6 @@ def test_nodes_that_differ_only_by_name_are_examined_once(computed: list[int]) -
     assert len(computed) <= 2, "once without the denied GPUs"
 
 
-@pytest.mark.parametrize("policy", get_args(Policy))
-@pytest.mark.parametrize("wanted", [share(50, 4), request(("app", 20, 4), ("app", 30, 4)), request(("app", 100, 0))])
-def test_one_node_of_many_has_room_on_the_gpu_that_the_quota_allows(policy: Policy, wanted: PodRequest) -> None:
-    """The quota allows no A100. On all nodes but one, the V100 has no room."""
-    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(100))
-    cluster = Cluster(Limit(cores=0, model="A100"), nodes=nodes)
-    names = [node.name for node in nodes]
-    for number in range(100):
-        shares = (((f"GPU-mixed-{0 if number == 70 else 1}", Amounts(60 + number % 30, 256)),),)
-        cluster.index.bind(PlacedPod(uid=f"p{number}", node=f"n{number}", request=share(60, 1), shares=shares))
-    asked = Question(cluster.index, wanted, policy, "team")
-    ((name, choice),) = fits(asked.rank(names))
-    assert (name, set(choice.taken)) == ("n70", {1})
-    cluster.index.remove_node("n70")
-    found = expect(Rejection, asked.rank(names))
-    assert found.text.startswith("for the quota of 99 nodes: namespace team uses 0 of 0 cores on A100; ")
-
-
 class Different:
     """60 nodes, each with another use of its A100 and V100. The quota allows no V100, and the pod has no room on an A100."""
 

@@ -39,44 +39,27 @@ def test_alibabas_columns() -> None:
     assert none.shape.kind == "none"
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "it has no pods"),
-        (["name,gpus,cpu_milli", "x,1,1"], "line 1: the column ram_mebibytes or memory_mib is missing; there are name, gpus"),
-        (
-            ["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"],
-            "line 1: the columns gpus and num_gpu have one meaning; keep one of them",
-        ),
-        (
-            ["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
-            "line 1: the columns cores and gpu_milli have one meaning; keep one of them",
-        ),
-        ([POD_HEADER, "x,1,50,1,-5,1,,"], "line 2: Expected `int` >= 0 - at `$.cpu_milli`"),
-        ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "line 2: Expected `int` <= 1000000000000 - at `$.ram_mebibytes`"),
-        ([POD_HEADER, "x,one,50,1,1,1,,"], "line 2: Expected `int`, got `str` - at `$.gpus`"),
-        (
-            [POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"],
-            "line 4, column gpu_models: no node has a GPU of model 'H100'",
-        ),
-        ([POD_HEADER, "x,1,0,1,1,1,,"], "line 2, column cores: it is 0 and the pod requests 1 GPU"),
-        ([POD_HEADER, "x,2,50,1,1,1,,"], "line 2, column cores: a pod with several GPUs requests whole ones"),
-        ([POD_HEADER, "x,0,50,0,1,1,,"], "line 2, column cores: it is not 0 and the pod requests no GPU"),
-        ([POD_HEADER, "x,0,0,4,1,1,,"], "line 2, column memory_blocks: it is not 0"),
-        ([POD_HEADER, "x,1,50,1,1,1,,nan"], "line 2: Expected `float` >= 0.0 - at `$.arrival_seconds`"),
-        ([POD_HEADER, "x,1,50"], "line 2: 3 columns, and the header has 8"),
-        (["name,name", "x,y"], "line 1: the column name is there twice"),
-        ([",".join(map(str, range(60_000))), "x"], "line 2: 1 column, and the header has 60000"),
-        (
-            [ALIBABA, "x,1,1,1,500,,,,9,5,"],
-            "line 2, column deletion_time: arrival at 9, start at 9 and end at 5 are not in order",
-        ),
-        (
-            [ALIBABA, "x,1,1,1,500,,,,1,5,6"],
-            "line 2, column deletion_time: arrival at 1, start at 6 and end at 5 are not in order",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([], "it has no pods"),
+    (["name,gpus,cpu_milli", "x,1,1"], "line 1: the column ram_mebibytes or memory_mib is missing; there are name, gpus"),
+    (["name,gpus,num_gpu,cpu_milli,ram_mebibytes", "x,1,1,1,1"], "line 1: the columns gpus and num_gpu have one meaning; keep one of them"),
+    (["name,gpus,cores,gpu_milli,cpu_milli,ram_mebibytes", "x,1,50,500,1,1"],
+     "line 1: the columns cores and gpu_milli have one meaning; keep one of them"),
+    ([POD_HEADER, "x,1,50,1,-5,1,,"], "line 2: Expected `int` >= 0 - at `$.cpu_milli`"),
+    ([POD_HEADER, "x,1,50,1,1,1" + "0" * 30 + ",,"], "line 2: Expected `int` <= 1000000000000 - at `$.ram_mebibytes`"),
+    ([POD_HEADER, "x,one,50,1,1,1,,"], "line 2: Expected `int`, got `str` - at `$.gpus`"),
+    ([POD_HEADER, "x,1,50,1,1,1,,", "", "y,1,50,1,1,1,H100,"], "line 4, column gpu_models: no node has a GPU of model 'H100'"),
+    ([POD_HEADER, "x,1,0,1,1,1,,"], "line 2, column cores: it is 0 and the pod requests 1 GPU"),
+    ([POD_HEADER, "x,2,50,1,1,1,,"], "line 2, column cores: a pod with several GPUs requests whole ones"),
+    ([POD_HEADER, "x,0,50,0,1,1,,"], "line 2, column cores: it is not 0 and the pod requests no GPU"),
+    ([POD_HEADER, "x,0,0,4,1,1,,"], "line 2, column memory_blocks: it is not 0"),
+    ([POD_HEADER, "x,1,50,1,1,1,,nan"], "line 2: Expected `float` >= 0.0 - at `$.arrival_seconds`"),
+    ([POD_HEADER, "x,1,50"], "line 2: 3 columns, and the header has 8"),
+    (["name,name", "x,y"], "line 1: the column name is there twice"),
+    ([",".join(map(str, range(60_000))), "x"], "line 2: 1 column, and the header has 60000"),
+    ([ALIBABA, "x,1,1,1,500,,,,9,5,"], "line 2, column deletion_time: arrival at 9, start at 9 and end at 5 are not in order"),
+    ([ALIBABA, "x,1,1,1,500,,,,1,5,6"], "line 2, column deletion_time: arrival at 1, start at 6 and end at 5 are not in order"),
+])  # fmt: skip
 def test_bad_pods(rows: list[str], message: str) -> None:
     with pytest.raises(InputError) as error:
         read_pods("p.csv", lines(*rows), [NODE])
