@@ -43,7 +43,7 @@ class ClusterApiServer(SimApiServer):
         return self._json_patch(pod, await request.json())
 
     def objects(self, kind: str) -> WatchedObjects:
-        """Of this resource, such as "resourceclaims", in all namespaces."""
+        """The objects of this resource, such as "resourceclaims", in all namespaces."""
         return self._watched[kind]
 
     def put_node(self, document: Document) -> None:

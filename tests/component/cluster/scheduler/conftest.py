@@ -186,6 +186,19 @@ class Stage:
         return [used.cores for used in self.index.used(name)]
 
 
+class HeldBindings:
+    """Each binding waits at the API server until `released`, before it happens. `held`: how many have begun to wait."""
+
+    def __init__(self, sim: ClusterApiServer) -> None:
+        self.held, self.released = 0, asyncio.Event()
+        sim.bind_hook = self._hold
+
+    async def _hold(self, happened: bool) -> None:
+        if not happened:
+            self.held += 1
+            await self.released.wait()
+
+
 @asynccontextmanager
 async def daemons(
     server: ApiServer, leadership: Leadership | None, *others: ClusterWatches | ClaimsController

@@ -9,7 +9,7 @@ from aiohttp import web
 from gpumgr.cluster.scheduler import binding
 from tests.background import until
 
-from .conftest import Stage, inventory, node, pod
+from .conftest import HeldBindings, Stage, inventory, node, pod
 
 
 def answering(
@@ -109,18 +109,12 @@ async def test_a_binding_that_took_too_long_and_happened_is_answered_when_it_is_
     monkeypatch.setattr(binding, "WRITE_SECONDS", 0.05)
     item = await stage.create(pod("one", ("app", 200, 0)))
     await stage.filter(item)
-    released = asyncio.Event()
-
-    async def hang(happened: bool) -> None:
-        if not happened:
-            await released.wait()
-
-    stage.sim.bind_hook = hang
+    bindings = HeldBindings(stage.sim)
     assert "did not answer the binding: TimeoutError" in await stage.bind(item, "a")
     monkeypatch.setattr(binding, "WRITE_SECONDS", 30)
     assert await stage.filtered(item) == ["a"]
     stage.sim.put_document({**item, "spec": {**item["spec"], "nodeName": "a"}})
-    released.set()
+    bindings.released.set()
     await until(lambda: "uid-one" not in stage.index.assumed)
     assert await stage.bind(item, "a") == "the pod is bound to node a already"
     assert await stage.filtered(pod("two", ("app", 100, 0)), ["a"]) == []
@@ -144,20 +138,13 @@ async def test_a_pod_that_is_being_bound_is_not_moved(stage: Stage) -> None:
     """kube-scheduler has a shorter timeout than the binding, and filters the pod again before its end."""
     item = await stage.create(pod("one", ("app", 100, 0)))
     await stage.filter(item)
-    begun, released = asyncio.Event(), asyncio.Event()
-
-    async def hold(happened: bool) -> None:
-        if not happened:
-            begun.set()
-            await released.wait()
-
-    stage.sim.bind_hook = hold
+    bindings = HeldBindings(stage.sim)
     first = asyncio.create_task(stage.bind(item, "a"))
-    await begun.wait()
+    await until(lambda: bindings.held)
     assert "not clear yet" in (await stage.filter(item, ["b"]))["Error"]
     assert await stage.filtered(item, ["a", "b"]) == ["a"]
     assert await stage.bind(item, "a") == "the pod is being bound already"
-    released.set()
+    bindings.released.set()
     assert await first == ""
     assert stage.cores("a") == [100, 0]
     assert sum(stage.cores("b")) == 0
@@ -167,16 +154,10 @@ async def test_two_binds_of_a_pod_that_this_replica_never_saw_send_one_binding(s
     """Both read the pod first."""
     item = await stage.create(pod("one", ("app", 100, 0)))
     await until(lambda: stage.watches.pending.pop("uid-one", None) is not None)
-    released = asyncio.Event()
-
-    async def hold(happened: bool) -> None:
-        if not happened:
-            await released.wait()
-
-    stage.sim.bind_hook = hold
+    bindings = HeldBindings(stage.sim)
     binds = {asyncio.create_task(stage.bind(item, "a")) for _ in range(2)}
     (early,), (late,) = await asyncio.wait(binds, return_when=asyncio.FIRST_COMPLETED)
     assert early.result() == "the pod is being bound already"
-    released.set()
+    bindings.released.set()
     assert await late == ""
     assert stage.sim.requests.count("bind") == 1

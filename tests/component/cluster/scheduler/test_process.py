@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -18,25 +17,19 @@ from gpumgr.sim.apiserver import reserve_port
 from tests.background import until
 from tests.cluster_api import ClusterApiServer
 
-from .conftest import inventory, node, pod
+from .conftest import HeldBindings, inventory, node, pod
 from .leases import Leases
 
 #: More than the process keeps connections to the API server for bindings.
 BINDINGS = 150
 
 
-class Process:
-    """A scheduler that is ready; it binds pods p0, p1, ... to node b, and each binding waits at the API server until `released`."""
+class Process(HeldBindings):
+    """A scheduler that is ready; it binds pods p0, p1, ... to node b."""
 
     def __init__(self, sim: ClusterApiServer, port: int, http_port: int, client: aiohttp.ClientSession) -> None:
+        super().__init__(sim)
         self.ports, self.stop, self._client = (port, http_port), asyncio.Event(), client
-        self.released, self.held = asyncio.Event(), 0
-        sim.bind_hook = self._hold
-
-    async def _hold(self, happened: bool) -> None:
-        if not happened:
-            self.held += 1
-            await self.released.wait()
 
     async def bind(self, number: int) -> str:
         body = {"PodName": f"p{number}", "PodNamespace": "team", "PodUID": f"uid-p{number}", "Node": "b"}
@@ -78,9 +71,7 @@ async def running(
                 run_scheduler(settings, kubeconfig, ("127.0.0.1", port), insecure_loopback=True, stop=made.stop)
             )
             await until(lambda: all(map(made.serves, made.ports)))
-            async with asyncio.timeout(30):
-                while not await made.works():  # noqa: ASYNC110 (an answer over HTTP)
-                    await asyncio.sleep(0.05)
+            await until(made.works)
             yield made
             made.stop.set()
             await process
@@ -95,15 +86,12 @@ async def test_the_lease_is_renewed_while_bindings_wait_for_a_slow_api_server(
     def renewed() -> str:
         return str(leases.document["spec"]["renewTime"]) if leases.document is not None else ""
 
-    def differs(before: str) -> bool:
-        return renewed() != before
-
     async with running(sim, tmp_path, monkeypatch, BINDINGS, leader_election=True, lease_namespace="team") as process:
         binds = [asyncio.create_task(process.bind(number)) for number in range(BINDINGS)]
         await until(lambda: process.held >= 95)
         for _ in range(2):
             before = renewed()
-            await until(partial(differs, before))
+            await until(lambda before=before: renewed() != before)  # type: ignore[misc]
         process.released.set()
         assert set(await asyncio.gather(*binds)) == {""}
 

@@ -1,6 +1,5 @@
 """What the watches of `gpumgr claims` keep."""
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -10,36 +9,19 @@ from gpumgr.cluster.claims.watches import ClaimWatches
 from gpumgr.settings.schema import SchedulerSettings
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def unbound(name: str, claim: str) -> UnboundPod:
+    key = ("team", name)
     return UnboundPod(
-        uid=f"uid-{name}",
-        key=("team", name),
-        created="",
-        gate=None,
-        templates=(),
-        claims=(claim,),
-        complete=True,
-        model=None,
-        pool=None,
+        uid=name, key=key, created="", gate=None, templates=(), claims=(claim,), complete=True, model=None, pool=None
     )
 
 
 async def test_claims_of_bound_pods_are_forgotten_though_no_quota_is_decided() -> None:
     """Only the leader decides quotas, and only if a pod has the gate."""
-    clock = Clock()
-    watches = ClaimWatches(cast("Any", None), SchedulerSettings(), clock=clock)
-    for number in range(100):
-        clock.now = float(number)
-        pods = [unbound(f"p{number}", f"c{number}"), unbound(f"q{number}", "shared")]
-        for pod in pods:
+    now = 0
+    watches = ClaimWatches(cast("Any", None), SchedulerSettings(), clock=lambda: now)
+    for now in range(100):
+        for pod in (unbound(f"p{now}", f"c{now}"), unbound(f"q{now}", "shared")):
             watches._pod_changed(None, pod)
             watches._pod_changed(pod, None)
     assert len(watches._left) == 20
