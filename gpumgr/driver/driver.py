@@ -12,7 +12,7 @@ from gpumgr.common.errors import NvmlError
 from gpumgr.driver.binding import FUNCTION_NOT_FOUND, NOT_FOUND, NOT_SUPPORTED, Binding, CallError, Handle
 from gpumgr.driver.health import Observation
 from gpumgr.driver.mig import create_mig_instance, destroy_mig_instance, enable_mig, read_mig_enabled, read_mig_instances
-from gpumgr.driver.sampling import GpuReading, ProcessUtilization, failed, read_gpu, read_processes
+from gpumgr.driver.sampling import ProcessUtilization, failed, read_gpu, read_processes
 from gpumgr.driver.session import Session
 from gpumgr.driver.snapshot import DescribedGpu, describe_gpu, read_levels, read_node, read_pci_gpus, with_gpus
 from gpumgr.driver.worker import GpuBusy, GpuHangs
@@ -131,14 +131,13 @@ class Nvml(Session):
         describe = partial(
             describe_gpu, self._binding, sysfs_root=self._sysfs_root, seen=seen, unreported_memory_bytes=memory_bytes
         )
-        gpus: list[DescribedGpu] = []
-        failures: list[GpuFailure] = []
-        for index, answer in (await self._each(describe)).items():
-            if isinstance(answer, DescribedGpu):
-                gpus.append(answer)
-            else:
-                failure = GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
-                failures.append(answer if isinstance(answer, GpuFailure) else failure)
+        answers = await self._each(describe)
+        gpus = [answer for answer in answers.values() if not isinstance(answer, NvmlError)]
+        failures = [
+            GpuFailure(index=index, uuid=seen.get(index), reason=str(answer))
+            for index, answer in answers.items()
+            if isinstance(answer, NvmlError)
+        ]
         levels = await self._read_levels(gpus, node.driver_version)
         self._seen = {index: uuid for index, uuid in seen.items() if index < self._count}
         self._binding.indices = {uuid: index for index, uuid in seen.items()}
@@ -159,40 +158,27 @@ class Nvml(Session):
                 break
         return levels
 
-    async def read(self, *, utilization: bool = False) -> Reading:
-        """The GPUs' current use and health; with `utilization` also each process's utilization since the previous reading."""
-        if not utilization:
+    async def read(self, *, sample: bool = True, utilization: bool = False) -> Reading:
+        """The GPUs' current health; with `sample` also their use, with `utilization` that of each process since the previous reading."""
+        if sample and not utilization:
             self._utilization.forget()
-        answers = await self._read(sample=True, utilization=self._utilization if utilization else None)
-        samples = {index: answer if isinstance(answer, NvmlError) else answer.sample for index, answer in answers.items()}
-        return Reading(
-            sample=NodeSample(
-                gpus={each.uuid: each for each in samples.values() if isinstance(each, GpuSample)},
-                failures={
-                    self._seen[index]: str(each)
-                    for index, each in samples.items()
-                    if isinstance(each, NvmlError) and not isinstance(each, GpuBusy) and index in self._seen
-                },
-            ),
-            health=self._health_of(answers),
-        )
-
-    async def read_health(self) -> Mapping[str, Observation | None]:
-        """Like `health` in `Reading`."""
-        return self._health_of(await self._read(sample=False))
-
-    async def _read(self, *, sample: bool, utilization: ProcessUtilization | None = None) -> dict[int, GpuReading | NvmlError]:
-        read = partial(read_gpu, self._binding, sample=sample, utilization=utilization)
-        return await self._each(read, wait_seconds=_BUSY_SECONDS)
-
-    def _health_of(self, answers: Mapping[int, GpuReading | NvmlError]) -> Mapping[str, Observation | None]:
-        readings: dict[str, Observation | None] = {}
-        for index, answer in answers.items():
-            if not isinstance(answer, NvmlError):
-                readings[answer.uuid] = answer.health
-            elif index in self._seen:
-                readings[self._seen[index]] = None if isinstance(answer, GpuBusy) else failed(answer)
-        return readings
+        read = partial(read_gpu, self._binding, sample=sample, utilization=self._utilization if utilization else None)
+        gpus, failures, health = dict[str, GpuSample](), dict[str, str](), dict[str, Observation | None]()
+        for index, answer in (await self._each(read, wait_seconds=_BUSY_SECONDS)).items():
+            uuid = self._seen.get(index) if isinstance(answer, NvmlError) else answer.uuid
+            if uuid is None:
+                continue  # a GPU that no snapshot has had
+            if isinstance(answer, GpuBusy):
+                health[uuid] = None
+            elif isinstance(answer, NvmlError):
+                health[uuid], failures[uuid] = failed(answer), str(answer)
+            else:
+                health[uuid] = answer.health
+                if isinstance(answer.sample, GpuSample):
+                    gpus[uuid] = answer.sample
+                elif answer.sample is not None:
+                    failures[uuid] = str(answer.sample)
+        return Reading(sample=NodeSample(gpus=gpus, failures=failures), health=health)
 
     async def processes(self, uuid: str) -> tuple[GpuProcess, ...] | None:
         """The processes with a context on the GPU; None if the driver does not list them, or if the call fails or hangs."""

@@ -264,7 +264,7 @@ class Monitor:
         for uuid in sorted((readable | failed) - self._health.keys()):
             self._health[uuid] = new_health(time.time(), self._cordons.get(uuid))
         unmonitored = await self._nvml.watch_events(self._on_event)
-        self._judge(await self._nvml.read_health())
+        self._judge((await self._nvml.read(sample=False)).health)
         if self._down or snapshot != before:
             log.info("gpus_found", gpus=len(snapshot.gpus), driver=snapshot.driver_version, without_events=sorted(unmonitored))
             for failure in snapshot.failures:

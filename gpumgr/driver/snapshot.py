@@ -76,21 +76,18 @@ def describe_gpu(
     sysfs_root: Path,
     seen: MutableMapping[int, str],
     unreported_memory_bytes: int | None,
-) -> DescribedGpu | GpuFailure:
-    """The GPU with this index, or why NVML can't describe it. Errors of the driver as a whole are raised.
+) -> DescribedGpu:
+    """The GPU with this index. Raises NvmlError.
 
     `seen`: index -> UUID of earlier readings, for a GPU that no longer reports its UUID. This reading adds its own.
     `unreported_memory_bytes`: the GPU's memory if the driver reports none.
     """
-    try:
-        handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
-        seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
-        gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root)
-        if gpu.memory_bytes is None:
-            gpu = replace(gpu, memory_bytes=unreported_memory_bytes)
-        return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
-    except CallError as exc:
-        return GpuFailure(index=index, uuid=seen.get(index), reason=str(exc))
+    handle = nvml.call("nvmlDeviceGetHandleByIndex", index)
+    seen[index] = nvml.call("nvmlDeviceGetUUID", handle)
+    gpu = _read_gpu(nvml, index, seen[index], handle, sysfs_root)
+    if gpu.memory_bytes is None:
+        gpu = replace(gpu, memory_bytes=unreported_memory_bytes)
+    return DescribedGpu(gpu=gpu, handle=handle, links=_read_links(nvml, handle))
 
 
 def read_pci_gpus(sysfs_root: Path) -> tuple[str, ...]:

@@ -56,11 +56,6 @@ PRUNE_SECONDS = 3600.0
 NODE_ANNOTATION = "gpumgr.io/enforcement"
 
 
-def _libcuda(nvml_library: Path | None) -> str:
-    """The path of libcuda in NVML's folder; if NVML's path is not set, the name by which the dynamic linker finds it."""
-    return "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
-
-
 def make_nvml(settings: Settings, hardware: Hardware) -> Nvml:
     """The driver; its session is not open yet."""
     return Nvml(
@@ -101,7 +96,9 @@ class NodeEnforcement:
         self._cgroups = Cgroups(settings.cri.cgroup_root, hardware.proc_root)
         self.containers = Containers(self.runtime, self._cgroups, self._processes.runs)
         self.driver_files = NodeDriverFiles(settings, self.runtime.runtimes, simulated=simulated)
-        chosen = settings.enforcement
+        chosen, nvml_library = settings.enforcement, settings.nvml.library_path
+        #: libcuda in NVML's folder; if NVML's path is not set, the name by which the dynamic linker finds it.
+        self._libcuda = "libcuda.so.1" if nvml_library is None else str(nvml_library.with_name("libcuda.so.1"))
         self.mps = Mps(
             settings.mps,
             run_dir=chosen.run_dir,
@@ -109,7 +106,7 @@ class NodeEnforcement:
             modes=nvml,
             clock=time.monotonic,
             method=best_method(in_pod="KUBERNETES_SERVICE_HOST" in os.environ),
-            cuda_library=_libcuda(settings.nvml.library_path),
+            cuda_library=self._libcuda,
         )
         self.vcuda = self._make_vcuda(self.driver_files.vcuda_obstacle if trial is None else lambda: None)
         self._volumes = BoundedFolders()
@@ -146,19 +143,18 @@ class NodeEnforcement:
             run_dir=self._settings.enforcement.run_dir,
             pid_in_container_of=self._cgroups.pid_in_container_of,
             quantum_milliseconds=self._settings.limiter.quantum_milliseconds,
-            contexts=ContextSizes(nvml.processes, library=_libcuda(self._settings.nvml.library_path)),
+            contexts=ContextSizes(nvml.processes, library=self._libcuda),
             volumes=self._volumes,
         )
 
     def suspend_parts(self, sampling_soon: Callable[[], contextlib.AbstractContextManager[None]]) -> Parts:
-        run_dir, root = self._settings.enforcement.run_dir, self._proc_root
-        library, lock_file = _libcuda(self._settings.nvml.library_path), run_dir / "suspend.lock"
+        lock_file, root = self._settings.enforcement.run_dir / "suspend.lock", self._proc_root
         return Parts(
             machine=platform.machine(),
             start_times=self._processes.start_times,
             runs=self._processes.runs,
             memory_left=partial(memory_left, root, self._cgroups),
-            move=partial(move, library=library, proc_root=root, lock_file=lock_file),
+            move=partial(move, library=self._libcuda, proc_root=root, lock_file=lock_file),
             pages=self._limiter,
             sampling_soon=sampling_soon,
         )

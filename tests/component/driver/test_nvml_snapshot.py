@@ -65,7 +65,7 @@ async def test_a_gpu_without_memory_information(node: Prepare, named: int | None
         assert snapshot.failures == ()
         assert [gpu.memory_bytes for gpu in snapshot.gpus] == [named, 15360 * MIB]
         assert [gpu.memory_blocks for gpu in snapshot.gpus] == [512 if named else 0, 60]
-        assert not any(isinstance(each, Failed) for each in (await nvml.read_health()).values())
+        assert not any(isinstance(each, Failed) for each in (await nvml.read(sample=False)).health.values())
         assert (await nvml.read()).sample.gpus[snapshot.gpus[0].uuid].memory_used_bytes is None
     finally:
         await nvml.close()
@@ -258,7 +258,7 @@ async def test_a_gpu_that_begins_to_hang_while_pairs_are_read_takes_one_more_wit
             hung = await nvml.snapshot()
         assert (hung.gpus, hung.failures) == (before.gpus, ())
         assert {hung.topology.levels[a][b] for a in range(16) for b in range(a)} == {Level.SYS}
-        health = await nvml.read_health()
+        health = (await nvml.read(sample=False)).health
         failed = [uuid for uuid, each in health.items() if isinstance(each, Failed) and each.reason == "hang"]
         assert failed == [before.gpus[n].uuid for n in (0, 1)]
         sim.control.release()
