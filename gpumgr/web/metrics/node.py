@@ -4,15 +4,20 @@ series.
 The label `gpu` is the GPU's UUID everywhere. Ratios are 0..1, memory is in bytes (Prometheus: base units only).
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from gpumgr.agent.node_report import ApiQueueState, NodeReport
-from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, label_text, render
-from gpumgr.common.units import CORES_PER_GPU, GpuName, ratio
+from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge, render_all
+from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
 from gpumgr.ledger.node_use import UnattributedSum
 from gpumgr.placement.devices import GpuSample, NodeSample
+
+#: Values of a family's labels, in the order of the labels.
+Values = tuple[str, ...]
+Series = Mapping[Values, float]
 
 _INFO: Final = gauge(
     "gpu_info", "Description of the GPU; always 1.", "node", "gpu", "index", "minor", "model", "pci_bus_id", "numa", "driver"
@@ -84,160 +89,145 @@ _OF_GPUS: Final = (
 
 def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
     """Yields all families, also without series. `node` is the Kubernetes node's name."""
-    yield from _hardware(report, node)
+    yield from render_all(_hardware(report, node))
     # While the driver does not answer, old values would look current.
     sample = report.sample if report.sample and report.nvml_up else NodeSample()
     for family, read in _SAMPLED:
-        yield render(family, {_gpu(uuid): value for uuid, gpu in sample.gpus.items() if (value := read(gpu)) is not None})
-    yield from _healthy(report)
-    yield _links(report)
-    yield from _allocated(report.view.ledger)
+        yield from render_all({family: _by({uuid: read(gpu) for uuid, gpu in sample.gpus.items()})})
+    yield from render_all(_healthy(report))
+    yield from render_all(_allocated(report.view.ledger))
     uses, registered = report.use.gpus if report.use and report.nvml_up else {}, report.view.ledger.gpu_registry.by_name
     for unaccounted, count in _UNACCOUNTED:
-        values = {_gpu(registered[gpu].uuid): count(use) for gpu, use in uses.items() if gpu in registered}
-        yield render(unaccounted, {labels: value for labels, value in values.items() if value is not None})
+        values = {registered[gpu].uuid: count(use) for gpu, use in uses.items() if gpu in registered}
+        yield from render_all({unaccounted: _by(values)})
 
 
-def _gpu(uuid: str) -> str:
-    return label_text(("gpu",), (uuid,))
+def _by(values: Mapping[str, float | None]) -> Series:
+    """One series for each key, the value of the only label."""
+    return {(key,): value for key, value in values.items() if value is not None}
 
 
-def _hardware(report: NodeReport, node: str) -> Iterator[RenderedFamily]:
+def _hardware(report: NodeReport, node: str) -> Mapping[Family, Series]:
     gpu_registry, snapshot = report.view.ledger.gpu_registry, report.view.inventory.snapshot
     shown = report.view.inventory.gpus(gpu_registry)
-    infos: dict[str, float] = {}
+    infos: dict[Values, float] = {}
     for registered in gpu_registry.gpus:
         gpu = shown.get(registered.name)
         facts = (gpu.index, gpu.minor, gpu.model, gpu.bus_id, gpu.numa_node, snapshot.driver_version) if gpu else (None,) * 6
-        infos[label_text(_INFO.labels, (node, registered.uuid, *("" if fact is None else str(fact) for fact in facts)))] = 1
-    yield render(_INFO, infos)
-    yield render(_TOTAL, {_gpu(gpu.uuid): gpu.memory_bytes for gpu in shown.values() if gpu.memory_bytes is not None})
-    limits = ((uuid, each.memory, each.memory_by, each.cores, each.cores_by) for uuid, each in report.gpu_limits.items())
-    yield render(_LIMITS, {label_text(_LIMITS.labels, each): 1 for each in limits})
+        infos[node, registered.uuid, *("" if fact is None else str(fact) for fact in facts)] = 1
+    links: dict[Values, float] = {
+        (gpu.uuid, peer.uuid): links
+        for gpu, row in zip(snapshot.gpus, snapshot.topology.nvlinks, strict=True)
+        for peer, links in zip(snapshot.gpus, row, strict=True)
+        if links and peer is not gpu
+    }
+    return {
+        _INFO: infos,
+        _TOTAL: _by({gpu.uuid: gpu.memory_bytes for gpu in shown.values()}),
+        _LIMITS: {(uuid, each.memory, each.memory_by, each.cores, each.cores_by): 1 for uuid, each in report.gpu_limits.items()},
+        _LINKS: links,
+    }
 
 
-def _healthy(report: NodeReport) -> Iterator[RenderedFamily]:
-    gpu_registry, unschedulable = report.view.ledger.gpu_registry.gpus, report.unschedulable()
-    yield render(_HEALTHY, {_gpu(registered.uuid): registered.name not in unschedulable for registered in gpu_registry})
-    yield render(
-        _REASON, {label_text(_REASON.labels, (c.uuid, unschedulable[c.name])): 1 for c in gpu_registry if c.name in unschedulable}
-    )
+def _healthy(report: NodeReport) -> Mapping[Family, Series]:
+    gpus, unschedulable = report.view.ledger.gpu_registry.gpus, report.unschedulable()
+    series: dict[Family, Series] = {
+        _HEALTHY: {(gpu.uuid,): gpu.name not in unschedulable for gpu in gpus},
+        _REASON: {(gpu.uuid, unschedulable[gpu.name]): 1 for gpu in gpus if gpu.name in unschedulable},
+        _CORDONED: {(gpu.uuid,): gpu.uuid in report.cordons for gpu in gpus},
+    }
     if report.nvml_up:
-        yield render(_NOT_READABLE, {"": len(report.view.inventory.unnamed(report.view.ledger.gpu_registry))})
-        yield render(_NOT_LISTED, {"": report.view.inventory.snapshot.unlisted})
-    yield render(_CORDONED, {_gpu(registered.uuid): registered.uuid in report.cordons for registered in gpu_registry})
+        inventory = report.view.inventory
+        series[_NOT_READABLE] = {(): len(inventory.unnamed(report.view.ledger.gpu_registry))}
+        series[_NOT_LISTED] = {(): inventory.snapshot.unlisted}
+    return series
 
 
-def _links(report: NodeReport) -> RenderedFamily:
-    snapshot = report.view.inventory.snapshot
-    return render(
-        _LINKS,
-        {
-            label_text(_LINKS.labels, (gpu.uuid, peer.uuid)): links
-            for gpu, row in zip(snapshot.gpus, snapshot.topology.nvlinks, strict=True)
-            for peer, links in zip(snapshot.gpus, row, strict=True)
-            if links and peer is not gpu
-        },
-    )
+def _allocated(ledger: Ledger) -> Mapping[Family, Series]:
+    gpus, memory = ledger.gpu_registry.gpus, granted_mebibytes(ledger)
+    sharers = Counter(gpu for allocation in current_shares(ledger) for gpu in allocation.places)
+    return {
+        _CORES: {(gpu.uuid,): ledger.used(gpu.name).cores / CORES_PER_GPU for gpu in gpus},
+        _MEMORY: {(gpu.uuid,): memory[gpu.name] << 20 for gpu in gpus if gpu.memory_mebibytes},
+        _SHARERS: {(gpu.uuid,): sharers[gpu.name] for gpu in gpus},
+    }
 
-
-def _allocated(ledger: Ledger) -> Iterator[RenderedFamily]:
-    gpu_registry, sharers, memory = ledger.gpu_registry.gpus, _sharers(ledger), granted_mebibytes(ledger)
-    yield render(
-        _CORES, {_gpu(registered.uuid): ledger.used(registered.name).cores / CORES_PER_GPU for registered in gpu_registry}
-    )
-    yield render(
-        _MEMORY,
-        {_gpu(registered.uuid): memory[registered.name] << 20 for registered in gpu_registry if registered.memory_mebibytes},
-    )
-    yield render(_SHARERS, {_gpu(registered.uuid): sharers.get(registered.name, 0) for registered in gpu_registry})
-
-
-def _sharers(ledger: Ledger) -> dict[GpuName, int]:
-    count: dict[GpuName, int] = {}
-    for allocation in current_shares(ledger):
-        for gpu in allocation.places:
-            count[gpu] = count.get(gpu, 0) + 1
-    return count
-
-
-_UP: Final = gauge("nvml_up", "1 while the driver's library answers.")
-_READY: Final = gauge("agent_ready", "1 while the node can take pods with GPUs.")
-_TAKEN: Final = gauge("nvml_last_sample_timestamp_seconds", "When the GPUs were last sampled, in unix time.")
-_ERRORS: Final = counter("nvml_call_errors_total", "Failed calls of the driver's library.", "function", "code")
-_STREAMS: Final = gauge("listandwatch_streams", "Open ListAndWatch calls of the kubelet.", "resource")
-_CONNECTIONS: Final = gauge("http_connections", "Connections that the web server has open.")
-_REFUSED: Final = counter("http_connections_refused_total", "Connections that the web server refused at its limit.")
-_DISCONNECTS: Final = counter("http_disconnects_total", "Requests that the client ended before they were answered.")
-_SERVER_UP: Final = gauge("api_server_up", "1 while the API server answers.")
-_WAITING: Final = gauge("api_queue_waiting", "Objects to be written to the API server.")
-_OLDEST: Final = gauge(
-    "api_queue_oldest_seconds", "How long the oldest object has waited to be written to the API server; 0 without any."
-)
-_DROPPED: Final = counter(
-    "api_queue_dropped_total", "Events that were dropped: too many waited, or too many were about one object."
-)
-_WRITES: Final = counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome")
-_RETRIES: Final = counter(
-    "eviction_retries_total", "Eviction requests after the first for a pod, for example because of its PodDisruptionBudget."
-)
-_UNREADABLE: Final = gauge("api_objects_unreadable", "Pods that can't be read; their last readable state is used.")
-_UNENFORCED: Final = gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits.")
-_REGISTRATIONS: Final = counter("vcuda_registrations_total", "Registrations of processes with the backend vcuda.", "result")
-_RESTARTS: Final = counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu")
-
-FAMILIES: Final = (
-    *_OF_GPUS,
-    *(_UP, _READY, _TAKEN, _ERRORS, _STREAMS, _CONNECTIONS, _REFUSED, _DISCONNECTS),
-    *(_SERVER_UP, _WAITING, _OLDEST, _DROPPED, _WRITES, _RETRIES, _UNREADABLE),
-    *(_UNENFORCED, _REGISTRATIONS, _RESTARTS),
-)
 
 #: All other values are counted as "other".
 WRITES: Final = ("pod", "event", "node", "eviction")
 OUTCOMES: Final = ("ok", "refused")
 
 
-def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iterator[RenderedFamily]:
-    """`report` is None before the first report. `sampled_at`: unix time of its sample, if it has one."""
-    yield render(_UP, {"": report is not None and report.nvml_up})
-    yield render(_READY, {"": report is not None and not report.not_ready})
-    if report is None:
-        return
-    if sampled_at is not None:
-        yield render(_TAKEN, {"": round(sampled_at, 3)})
-    yield render(_ERRORS, {label_text(_ERRORS.labels, (call, str(code))): n for (call, code), n in report.nvml_errors.items()})
-    yield render(_STREAMS, {label_text(_STREAMS.labels, (resource,)): number for resource, number in report.streams.items()})
-    yield render(_CONNECTIONS, {"": report.connections})
-    yield render(_REFUSED, {"": report.connections_refused})
-    yield render(_DISCONNECTS, {"": report.disconnects})
-    if report.api_queue is not None:
-        yield from _api_server(report.api_queue)
-    yield from _mechanisms(report)
-
-
-def _api_server(api_queue: ApiQueueState) -> Iterator[RenderedFamily]:
-    yield render(_SERVER_UP, {"": not api_queue.away})
-    yield render(_WAITING, {"": api_queue.waiting})
-    yield render(_OLDEST, {"": max(0.0, api_queue.oldest_seconds)})
-    yield render(_DROPPED, {"": api_queue.dropped})
-    yield render(_RETRIES, {"": api_queue.eviction_retries})
-    yield render(_UNREADABLE, {"": api_queue.unreadable})
-    # All series exist from the start, so that a first refusal shows as an increase.
-    writes = dict.fromkeys(((what, outcome) for what in WRITES for outcome in OUTCOMES), 0)
-    for (what, outcome), times in api_queue.written.items():
+def _writes(queue: ApiQueueState) -> Series:
+    """All series exist from the start, so that a first refusal shows as an increase."""
+    writes: dict[Values, float] = dict.fromkeys(((what, outcome) for what in WRITES for outcome in OUTCOMES), 0)
+    for (what, outcome), times in queue.written.items():
         key = (what if what in WRITES else "other", outcome if outcome in OUTCOMES else "other")
         writes[key] = writes.get(key, 0) + times
-    yield render(_WRITES, {label_text(_WRITES.labels, key): times for key, times in writes.items()})
+    return writes
 
 
-def _mechanisms(report: NodeReport) -> Iterator[RenderedFamily]:
-    unlimited = [s for s in current_shares(report.view.ledger) if not s.anonymous and not _enforced(s.mechanisms)]
-    yield render(_UNENFORCED, {"": len(unlimited)})
-    results = report.vcuda_registrations.items()
-    yield render(_REGISTRATIONS, {label_text(_REGISTRATIONS.labels, (result,)): times for result, times in results})
-    restarts = report.mps_daemon_restarts.items()
-    yield render(_RESTARTS, {label_text(_RESTARTS.labels, (uuid,)): times for uuid, times in restarts})
+def _unenforced(report: NodeReport) -> Series:
+    shares = current_shares(report.view.ledger)
+    return {(): sum(not share.anonymous and not _enforced(share.mechanisms) for share in shares)}
+
+
+_UP: Final = gauge("nvml_up", "1 while the driver's library answers.")
+_READY: Final = gauge("agent_ready", "1 while the node can take pods with GPUs.")
+_TAKEN: Final = gauge("nvml_last_sample_timestamp_seconds", "When the GPUs were last sampled, in unix time.")
+_AGENT: Final[Mapping[Family, Callable[[NodeReport], Series]]] = {
+    _UP: lambda report: {(): report.nvml_up},
+    _READY: lambda report: {(): not report.not_ready},
+    counter("nvml_call_errors_total", "Failed calls of the driver's library.", "function", "code"): lambda report: {
+        (call, str(code)): number for (call, code), number in report.nvml_errors.items()
+    },
+    gauge("listandwatch_streams", "Open ListAndWatch calls of the kubelet.", "resource"): lambda report: _by(report.streams),
+    gauge("http_connections", "Connections that the web server has open."): lambda report: {(): report.connections},
+    counter("http_connections_refused_total", "Connections that the web server refused at its limit."): lambda report: {
+        (): report.connections_refused
+    },
+    counter("http_disconnects_total", "Requests that the client ended before they were answered."): lambda report: {
+        (): report.disconnects
+    },
+    gauge("containers_without_enforcement", "Containers that share a GPU without enforced limits."): _unenforced,
+    counter("vcuda_registrations_total", "Registrations of processes with the backend vcuda.", "result"): lambda report: _by(
+        report.vcuda_registrations
+    ),
+    counter("mps_daemon_restarts_total", "Crashed MPS daemons that were started again.", "gpu"): lambda report: _by(
+        report.mps_daemon_restarts
+    ),
+}
+_QUEUE: Final[Mapping[Family, Callable[[ApiQueueState], Series]]] = {
+    gauge("api_server_up", "1 while the API server answers."): lambda queue: {(): not queue.away},
+    gauge("api_queue_waiting", "Objects to be written to the API server."): lambda queue: {(): queue.waiting},
+    gauge(
+        "api_queue_oldest_seconds", "How long the oldest object has waited to be written to the API server; 0 without any."
+    ): lambda queue: {(): max(0.0, queue.oldest_seconds)},
+    counter(
+        "api_queue_dropped_total", "Events that were dropped: too many waited, or too many were about one object."
+    ): lambda queue: {(): queue.dropped},
+    counter("api_writes_total", "Writes to the API server, by object and outcome.", "what", "outcome"): _writes,
+    counter(
+        "eviction_retries_total", "Eviction requests after the first for a pod, for example because of its PodDisruptionBudget."
+    ): lambda queue: {(): queue.eviction_retries},
+    gauge("api_objects_unreadable", "Pods that can't be read; their last readable state is used."): lambda queue: {
+        (): queue.unreadable
+    },
+}
+FAMILIES: Final = (*_OF_GPUS, _TAKEN, *_AGENT, *_QUEUE)
+
+
+def render_agent(report: NodeReport | None, *, sampled_at: float | None) -> Iterator[RenderedFamily]:
+    """`report` is None before the first report. `sampled_at`: unix time of its sample, if it has one."""
+    if report is None:
+        yield from render_all({_UP: {(): False}, _READY: {(): False}})
+        return
+    yield from render_all({family: read(report) for family, read in _AGENT.items()})
+    if sampled_at is not None:
+        yield from render_all({_TAKEN: {(): round(sampled_at, 3)}})
+    if report.api_queue is not None:
+        queue = report.api_queue
+        yield from render_all({family: read(queue) for family, read in _QUEUE.items()})
 
 
 def _enforced(mechanisms: tuple[str, ...]) -> bool:
