@@ -57,21 +57,10 @@ _TITLES: Final[Mapping[str, str]] = {
 
 def text_of(plan: Plan, to: str) -> str:
     """`to`: the settings file that step 2 writes."""
-    return "\n\n".join(_parts(plan, to)) + "\n"
-
-
-def _parts(plan: Plan, to: str) -> Iterator[str]:
-    for name in ("warnings", "pods", "notes", "stop"):
-        yield from _part(_TITLES[name], getattr(plan, name))
+    parts = [(title, getattr(plan, name)) for name, title in _TITLES.items()]
     written = settings_yaml(plan.settings).splitlines() if plan.settings else ["# nothing: the defaults apply"]
-    yield from _part(f"2. {to} (--apply writes it)", written)
-    for name in ("start", "rollback", "clean_up"):
-        yield from _part(_TITLES[name], getattr(plan, name))
-
-
-def _part(title: str, lines: tuple[str, ...] | list[str]) -> Iterator[str]:
-    if lines:
-        yield "\n".join([title, *(f"  {line}" for line in lines)])
+    parts.insert(list(_TITLES).index("start"), (f"2. {to} (--apply writes it)", written))
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts if lines) + "\n"
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------------

@@ -107,12 +107,10 @@ class ReadModel:
     def report(self) -> NodeReport:
         components, hardware = self._components, self._components.hardware_events
         reasons = {
-            uuid: health.effective_reason
-            for uuid, health in components.monitor.health.items()
-            if health.effective_reason is not None
+            uuid: reason for uuid, each in components.monitor.health.items() if (reason := each.effective_reason) is not None
         }
         connections, refused, disconnects = self._connections()
-        names = self._resource_names()
+        names, trouble = self._resource_names(), components.enforcement.driver_files.trouble()
         return NodeReport(
             view=self.view(),
             node=components.settings.node.name,
@@ -120,7 +118,7 @@ class ReadModel:
             at=time.time(),
             registered={names.get(kind, kind): state.registered for kind, state in components.link.states.items()},
             not_ready=tuple(self.not_ready()),
-            warnings=(*self._slice_troubles(offered=True), *self._driver_files_trouble(), *self._unlisted(some=True)),
+            warnings=(*self._slice_troubles(offered=True), *([trouble] if trouble else []), *self._unlisted(some=True)),
             cordons=self._maintenance.cordons,
             api_queue=self._api_queue(),
             connections=connections,
@@ -131,9 +129,7 @@ class ReadModel:
             nvml_up=hardware.driver_up,
             nvml_errors=components.nvml.call_errors,
             streams={
-                names[kind]: devices.readers
-                for kind, devices in components.resource_lists.lists.items()
-                if components.dra is None
+                names[kind]: each.readers for kind, each in components.resource_lists.lists.items() if components.dra is None
             },
             reasons=reasons,
             use=components.memory_watcher.use,
@@ -180,10 +176,6 @@ class ReadModel:
         state = self._components.dra.publisher.state
         text = state.dropped if state.error is None else f"the ResourceSlice is not published: {state.error}"
         return (text,) if text and offered == (state.published and state.devices > 0) else ()
-
-    def _driver_files_trouble(self) -> tuple[str, ...]:
-        trouble = self._components.enforcement.driver_files.trouble()
-        return () if trouble is None else (trouble,)
 
     def no_driver(self) -> Sequence[str]:
         """Why the driver is not available; empty while it answers."""

@@ -42,10 +42,6 @@ def failure(status: int, sentence: str, *, headers: Mapping[str, str] | None = N
 
 
 async def on_response_prepare(_request: web.Request, response: web.StreamResponse) -> None:
-    add_common_headers(response)
-
-
-def add_common_headers(response: web.StreamResponse) -> None:
     """Headers against caching, framing, content sniffing and referrers. A page may have its own Content-Security-Policy."""
     response.headers["Server"] = "gpumgr"
     response.headers["Cache-Control"] = "no-store"

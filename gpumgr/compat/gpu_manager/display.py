@@ -8,7 +8,7 @@ a map or list is kept even if it is empty.
 import errno
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import structlog
 from grpclib.const import Cardinality
@@ -31,16 +31,6 @@ from gpumgr.placement.pods import PodView
 _MIB = 1 << 20
 
 Message = dict[str, Any]
-
-
-def graph_message(text: str) -> Message:
-    """GraphResponse. `text`: the tree of the GPUs' topology."""
-    return _filled({"graph": text})
-
-
-def version_message(version: str) -> Message:
-    """VersionResponse."""
-    return _filled({"version": version})
 
 
 def usage_message(report: NodeReport, pods: Pods) -> Message:
@@ -126,8 +116,6 @@ _log = structlog.get_logger(__name__)
 SERVICE: Final = "/display.GPUDisplay/"
 _BACKLOG: Final = 64
 
-Answer = TypeVar("Answer", GraphResponse, UsageResponse, VersionResponse)
-
 
 class GpuDisplay:
     def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
@@ -136,18 +124,13 @@ class GpuDisplay:
 
     def __mapping__(self) -> dict[str, Method]:
         answers: dict[str, Callable[[], object]] = {
-            "PrintGraph": lambda: answer_of(GraphResponse, graph_message(self._graph())),
-            "PrintUsages": lambda: answer_of(UsageResponse, self._usage()),
-            "Version": lambda: answer_of(VersionResponse, version_message(self._version)),
+            "PrintGraph": lambda: GraphResponse(graph=self._graph()),
+            "PrintUsages": lambda: UsageResponse().from_dict(self._usage()),
+            "Version": lambda: VersionResponse(version=self._version),
         }
         return {
             SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, bytes, object) for rpc, answer in answers.items()
         }
-
-
-def answer_of(message_type: type[Answer], message: Mapping[str, Any]) -> Answer:
-    answer: Answer = message_type().from_dict(message)
-    return answer
 
 
 def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:

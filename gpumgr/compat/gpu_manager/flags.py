@@ -97,18 +97,14 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 # -- rules -----------------------------------------------------------------------------------------------------------------
 
 
-def _sets(key: str) -> _Rule:
-    """The flag's text becomes the value of this setting; an empty text means the default."""
-    return lambda flag, text: GpuManagerFlags(overrides={key: parse_text(key, text, flag) if text else None})
-
-
-def _sets_where_given(key: str) -> _Rule:
-    """Like `_sets`, but refuses an empty text, because gpu-manager requires a value of these flags."""
+def _sets(key: str, *, required: bool = False) -> _Rule:
+    """The flag's text becomes the value of this setting. An empty text means the default; gpu-manager refuses it for flags that are
+    `required`."""
 
     def rule(flag: str, text: str) -> GpuManagerFlags:
-        if not text:
+        if required and not text:
             raise SettingsError(f"{flag} must not be empty; it sets {key}")
-        return _sets(key)(flag, text)
+        return GpuManagerFlags(overrides={key: parse_text(key, text, flag) if text else None})
 
     return rule
 
@@ -196,16 +192,16 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "driver": _driver,
     "extra-config": _extra_config,
     "volume-config": _volume_config,
-    "query-port": _sets_where_given("http.port"),
-    "query-addr": _sets_where_given("http.address"),
+    "query-port": _sets("http.port", required=True),
+    "query-addr": _sets("http.address", required=True),
     "kubeconfig": _sets("kubernetes.kubeconfig"),
-    "sample-period": _sets_where_given("nvml.sample_period_seconds"),
+    "sample-period": _sets("nvml.sample_period_seconds", required=True),
     "node-labels": _node_labels,
     "hostname-override": _sets("node.name"),
-    "virtual-manager-path": _sets_where_given("container.allocation_dir"),
+    "virtual-manager-path": _sets("container.allocation_dir", required=True),
     "device-plugin-path": _sets("kubelet.device_plugin_dir"),
     "checkpoint-path": _legacy_checkpoint,
-    "share-mode": _sets_where_given("placement.share_mode"),
+    "share-mode": _sets("placement.share_mode", required=True),
     "allocation-check-period": _no_effect("gpumgr compares its ledger with the kubelet every few seconds"),
     "container-runtime-endpoint": _sets("cri.socket"),
     "cgroup-driver": _no_effect("gpumgr reads the cgroup of a process from the kernel, for every cgroup driver"),
@@ -215,7 +211,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     **dict.fromkeys(
         ("logtostderr", "alsologtostderr", "stderrthreshold", "vmodule", "log-backtrace-at", "log-dir"), _no_effect(_STDERR)
     ),
-    "addr": _sets_where_given("display.socket"),
+    "addr": _sets("display.socket", required=True),
     "version": _version,
 }
 _BOOLEAN: Final = frozenset({"share-mode", "logtostderr", "alsologtostderr", "version"})

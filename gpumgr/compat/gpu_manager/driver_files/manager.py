@@ -61,8 +61,8 @@ class DriverFiles(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
 
 
-#: Link that containers mount -> the plan of the folder that it points to.
-_Wanted = dict[Path, VolumePlan]
+#: Volume (SHARE or WHOLE) -> its plan.
+_Wanted = dict[str, VolumePlan]
 
 
 class DriverMirror:
@@ -85,24 +85,21 @@ class DriverMirror:
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
 
-    async def ensure(self, driver_version: str | None = None) -> DriverFiles:
-        """Updates the mirror for this driver version; None: for the version in /proc/driver/nvidia/version.
-
-        Raises SettingsError for a bad volume.conf or equal links, DriverFilesError if there is no driver or the mirror can't be made.
-        """
+    async def ensure(self, driver_version: str) -> DriverFiles:
+        """Updates the mirror for this driver version. Raises SettingsError for a bad volume.conf or equal links, DriverFilesError if there
+        is no such driver or the mirror can't be made."""
         return await asyncio.to_thread(self._ensure, driver_version)
 
     async def prune(self, grace_seconds: float = _GRACE_SECONDS) -> tuple[str, ...]:
         return await asyncio.to_thread(self._prune, grace_seconds)
 
-    def _ensure(self, driver_version: str | None) -> DriverFiles:
+    def _ensure(self, version: str) -> DriverFiles:
         with self._lock:
             if (same := self._links[SHARE]) == self._links[WHOLE]:  # shares could get a driver without limits
                 raise SettingsError(
                     f"container.driver_share_dir and container.driver_whole_dir are both {same}: set different folders"
                 )
             conf = load(self._settings.volume_conf)
-            version = driver_version or self._loaded_version()
             try:
                 driver = find_driver(self._settings.driver_roots, conf.volumes, machine=_MACHINE, driver_version=version)
                 wanted, share_error, problems = self._plan_all(conf, driver, version)
@@ -111,8 +108,8 @@ class DriverMirror:
             self._mirror(wanted, version)
             return DriverFiles(
                 driver_version=version,
-                share_dir=next((link for link, plan in wanted.items() if plan.volume == SHARE), None),
-                whole_dir=next((link for link, plan in wanted.items() if plan.volume == WHOLE), None),
+                share_dir=self._links[SHARE] if SHARE in wanted else None,
+                whole_dir=self._links[WHOLE] if WHOLE in wanted else None,
                 share_error=share_error,
                 problems=tuple(problems),
             )
@@ -129,16 +126,6 @@ class DriverMirror:
         if removed:
             _log.info("driver_files_removed", versions=removed)
         return tuple(removed)
-
-    def _loaded_version(self) -> str:
-        path = self._proc_root / "driver" / "nvidia" / "version"
-        try:
-            version = parse_proc_version(path.read_text(errors="replace"))
-        except OSError as error:
-            raise DriverFilesError(f"{path}: {error.strerror or error}; load NVIDIA's driver (modprobe nvidia)") from error
-        if version is None:
-            raise DriverFilesError(f"{path} has no version in a line that begins with 'NVRM version:'; is it NVIDIA's driver?")
-        return version
 
     def _plan_all(self, conf: VolumeConf, driver: DriverInstallation, version: str) -> tuple[_Wanted, str | None, list[str]]:
         """(plans that can be made, why the share volume can't be made or None, problems). Raises OSError."""
@@ -165,7 +152,7 @@ class DriverMirror:
             )
             if overlay and (share_error := _missing_originals(plan, version)):
                 continue
-            wanted[self._links[volume.name]] = plan
+            wanted[volume.name] = plan
             missing = [name for name in sources.missing if volume.name != SHARE or name not in (CLIENT, SHIM)]
             if conf.source is not None and missing:
                 problems.append(
@@ -191,8 +178,10 @@ class DriverMirror:
         return Overlay(shim=shim, client=_supplied(path, CLIENT, "vcuda.client_path"))
 
     def _mirror(self, wanted: _Wanted, driver_version: str) -> None:
-        made = [plan.volume for link, plan in wanted.items() if build(plan, link.parent)]
-        switched = [plan.volume for link, plan in wanted.items() if switch(plan, link, now_seconds=self._wall_clock())]
+        made = [volume for volume, plan in wanted.items() if build(plan, self._links[volume].parent)]
+        switched = [
+            volume for volume, plan in wanted.items() if switch(plan, self._links[volume], now_seconds=self._wall_clock())
+        ]
         if made or switched:
             _log.info("driver_files_mirrored", driver=driver_version, made=made, switched=switched)
 
@@ -231,16 +220,12 @@ def _missing_originals(plan: VolumePlan, driver_version: str) -> str | None:
     return f"volume {plan.volume!r} has no {' and no '.join(names)}: name them in volume.conf; {SHIM} can't work without them"
 
 
-def versions_in(mountinfo: str) -> frozenset[str]:
-    roots = map(mounted_root, mountinfo.splitlines())
-    return frozenset(found[1] for root in roots if (found := _VERSION.search(root)))
-
-
 def versions_in_use(proc_root: Path) -> frozenset[str]:
     """The versions of the mirror that any of the host's processes has mounted. Raises DriverFilesError if a process is hidden, because any
     version may then be in use."""
     try:
-        return frozenset[str]().union(*map(versions_in, mount_tables(proc_root)))
+        roots = (mounted_root(line) for table in mount_tables(proc_root) for line in table.splitlines())
+        return frozenset(found[1] for root in roots if (found := _VERSION.search(root)))
     except OSError as error:
         raise DriverFilesError(
             f"can't read the mounts of all processes: {error.filename}: {error.strerror or error}; the agent must run as root"

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -143,7 +143,7 @@ class VcudaBackend(Backend):
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         known = self._known(running)
         newer = await self._images.findings([each for _, each in known])
-        return [*newer, *await asyncio.to_thread(_findings, known)] if known else ()
+        return [*newer, *await asyncio.to_thread(lambda: list(_unregistered(known)))] if known else ()
 
     async def adjust(self, running: Sequence[RunningContainer]) -> Mapping[AllocationId, str]:
         await self._for_each([(slot, partial(slot.update, each)) for slot, each in self._known(running)])
@@ -195,17 +195,13 @@ class VcudaBackend(Backend):
             await slot.listen(self._service)
 
 
-def _findings(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> list[Finding]:
-    """Reads files of processes, so call it on a thread."""
-    return [finding for slot, running in known if (finding := _unregistered(slot, running)) is not None]
-
-
-def _unregistered(slot: ContainerSlot, running: RunningContainer) -> Finding | None:
-    unregistered = slot.unregistered(running)
-    if not unregistered:
-        return None
-    message = (
-        f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {listed([*map(str, unregistered)])}), so no limit applies there: "
-        "its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of its own"
-    )
-    return finding(running.tenant, "unregistered", message)
+def _unregistered(known: Sequence[tuple[ContainerSlot, RunningContainer]]) -> Iterator[Finding]:
+    """Reads files of processes, so iterate on a thread."""
+    for slot, running in known:
+        if unregistered := slot.unregistered(running):
+            message = (
+                f"{running.tenant.describe()} uses its GPU without {LIBRARY} (pid {listed([*map(str, unregistered)])}), so no limit "
+                "applies there: its LD_LIBRARY_PATH must begin with /usr/local/nvidia/lib64, and the image must contain no libcuda.so.1 of "
+                "its own"
+            )
+            yield finding(running.tenant, "unregistered", message)

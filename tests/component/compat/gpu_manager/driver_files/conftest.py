@@ -10,8 +10,6 @@ from gpumgr.compat.gpu_manager.driver_files.manager import DriverMirror
 from gpumgr.settings.schema import VcudaSettings
 from tests.component.compat.gpu_manager.driver_files.host import Driver
 
-PROC_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build  (builder@host)\n"
-
 Mirror = Callable[..., DriverMirror]
 
 
@@ -30,11 +28,9 @@ def root(tmp_path: Path, driver: Driver) -> Path:
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A /proc with the driver's version and one process, which has no mount of a mirror."""
+    """A /proc with one process, which has no mount of a mirror."""
     folder = tmp_path / "proc"
-    (folder / "driver" / "nvidia").mkdir(parents=True)
-    (folder / "driver" / "nvidia" / "version").write_text(PROC_VERSION)
-    (folder / "1").mkdir()
+    (folder / "1").mkdir(parents=True)
     (folder / "1" / "mountinfo").write_text("22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n")
     return folder
 

@@ -65,7 +65,7 @@ def mount(proc: Path, version: Path) -> None:
 async def test_a_process_keeps_its_version_through_a_new_driver(mirror: Mirror, root: Path, proc: Path, driver: Driver) -> None:
     clock = [1_000_000.0]
     mirrored = mirror(wall_clock=lambda: clock[0])
-    share = (await mirrored.ensure()).share_dir
+    share = (await mirrored.ensure(DRIVER)).share_dir
     assert share is not None
     old = share.resolve()
     mount(proc, old)
@@ -74,8 +74,7 @@ async def test_a_process_keeps_its_version_through_a_new_driver(mirror: Mirror, 
     assert holder.stdout is not None
     assert await holder.stdout.readline() == b"ready\n"
     driver.install(root, NEXT_DRIVER)
-    (proc / "driver" / "nvidia" / "version").write_text(f"NVRM version: NVIDIA Kernel Module  {NEXT_DRIVER}  Sat\n")
-    await mirrored.ensure()
+    await mirrored.ensure(NEXT_DRIVER)
     clock[0] += 10_000
     removed = await mirrored.prune(grace_seconds=60)
     # It can still call what it has, and load what it has not yet.
@@ -94,7 +93,7 @@ async def test_a_process_keeps_its_version_through_a_new_driver(mirror: Mirror, 
 
 async def test_nothing_is_removed_while_mounts_cannot_be_seen(mirror: Mirror, proc: Path, root: Path, driver: Driver) -> None:
     mirrored = mirror(wall_clock=lambda: 9e9)
-    await mirrored.ensure()
+    await mirrored.ensure(DRIVER)
     driver.install(root, NEXT_DRIVER)
     share = (await mirrored.ensure(NEXT_DRIVER)).share_dir
     assert share is not None
@@ -115,8 +114,8 @@ async def test_gpu_managers_folder_is_set_aside_once(mirror: Mirror, tmp_path: P
     old.mkdir(parents=True)
     (old / "libcuda.so.1").write_text("theirs")
     with structlog.testing.capture_logs() as lines:
-        await mirror().ensure()
-        await mirror().ensure()
+        await mirror().ensure(DRIVER)
+        await mirror().ensure(DRIVER)
     kept = tmp_path / "vdriver" / "nvidia.gpu-manager"
     assert [line["kept"] for line in lines if line["event"] == "driver_folder_set_aside"] == [str(kept)]
     assert (kept / "lib64" / "libcuda.so.1").read_text() == "theirs"

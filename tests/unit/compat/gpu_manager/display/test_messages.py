@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpumgr._pb.display import GraphResponse, UsageResponse
 from gpumgr.agent.node_report import NodeReport
-from gpumgr.compat.gpu_manager.display import answer_of, graph_message, usage_message, version_message
+from gpumgr.compat.gpu_manager.display import usage_message
 from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.ledger.ledger import Allocation
 from gpumgr.placement.pods import ContainerSpec, PodView
@@ -53,12 +53,6 @@ def test_usage_with_a_share_and_with_whole_gpus() -> None:
     usage = usage_message(busy(SHARED, WHOLE), pods(SHARE_VIEW, TRAIN_VIEW))
     # As text, since 37.0 would be equal to 37.
     assert json.dumps(usage, indent=1, sort_keys=True) == json.dumps(golden("usage"), indent=1, sort_keys=True)
-
-
-def test_graph_and_version() -> None:
-    assert graph_message(golden("graph")["graph"]) == golden("graph")
-    assert version_message("1.2.3") == golden("version")
-    assert graph_message("") == version_message("") == golden("nothing")
 
 
 def test_without_use_sample_or_driver_and_of_freed_containers_the_message_is_empty() -> None:
@@ -142,14 +136,6 @@ def test_values_that_the_driver_does_not_report_are_left_out() -> None:
 HOSTILE = ("", "a/b", "Ω‮", "\0\n\x1b[2J", '{"}', "x" * 70_000)
 
 
-def answer(message_type: Any, message: Mapping[str, Any]) -> bytes:
-    return bytes(answer_of(message_type, message))
-
-
-def read(data: bytes) -> dict[str, Any]:
-    return as_json(display.UsageResponse.FromString(data))
-
-
 @pytest.mark.parametrize("word", HOSTILE)
 def test_hostile_names_are_encoded_safely(word: str) -> None:
     """One pod with any names from the API server, the kubelet or its author, in both encodings."""
@@ -158,7 +144,7 @@ def test_hostile_names_are_encoded_safely(word: str) -> None:
     usage = usage_message(report_of(view_of(named), sample({40: MIB}), {40: None}), pods(view))
     assert asked(usage)["stat"][word or "a"]["dev"][0]["card_idx"] == "0"
     assert json.loads(json.dumps(usage)) == usage
-    pod = asked(read(answer(UsageResponse, usage)))
+    pod = asked(as_json(display.UsageResponse.FromString(bytes(UsageResponse().from_dict(usage)))))
     assert [pod.get(name, "") for name in ("project", "user", "cluster")] == [word] * 3
     assert pod["stat"].keys() == {word or "a"}
-    assert as_json(display.GraphResponse.FromString(answer(GraphResponse, graph_message(word)))).get("graph", "") == word
+    assert display.GraphResponse.FromString(bytes(GraphResponse(graph=word))).graph == word
