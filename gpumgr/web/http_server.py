@@ -190,14 +190,12 @@ class HttpServer:
                 ssl=await tls.current() if tls is not None and secure else None,
                 ssl_handshake_timeout=limits.request_seconds if secure else None,
             )
-        except OSError:  # the client has gone, or the handshake failed
-            connected.close()
-            return
         except BaseException as error:
             connected.close()
             if not isinstance(error, Exception):
                 raise
-            self._bugs.record(error)
+            if not isinstance(error, OSError):  # OSError: the client has gone, or the handshake failed
+                self._bugs.record(error)
             return
         self._open.add(transport)
         self._silent[transport] = loop.time() + limits.request_seconds
@@ -250,7 +248,7 @@ class PageServer(HttpServer):
         limits: Limits | None = None,
     ) -> None:
         self._token = TokenFile(http.token_file) if http.token_file is not None else None
-        self._policy = AuthPolicy(takes_token=self._token is not None, takes_certificate=http.client_ca_file is not None)
+        self._takes_certificate = http.client_ca_file is not None
         super().__init__(
             make_app(self._current_policy),
             host=http.address,
@@ -273,9 +271,8 @@ class PageServer(HttpServer):
             )
 
     async def _current_policy(self) -> AuthPolicy:
-        if self._token is None:
-            return self._policy
-        return AuthPolicy(takes_token=True, token=await self._token.current(), takes_certificate=self._policy.takes_certificate)
+        token = None if self._token is None else await self._token.current()
+        return AuthPolicy(takes_token=self._token is not None, token=token, takes_certificate=self._takes_certificate)
 
 
 async def _readable(listening: socket.socket) -> None:

@@ -93,8 +93,6 @@ class Metrics:
     def _make_kubelet_metrics(self, served: Mapping[str, str]) -> None:
         """`served`: the RPCs of the node's mode. Their series exist from the start, so that a first event is an increase."""
         self._served: dict[str, tuple[Counter, Histogram]] = {}
-        self._requests: dict[tuple[str, str, str], Counter] = {}
-        self._seconds: dict[tuple[str, str], Histogram] = {}
         for rpc, name in (*_CALLS.items(), *_CLAIM_CALLS.items()):
             requests = self._counter(f"{name}_requests_total", f"{rpc} calls of the kubelet.", "resource", "outcome")
             about = f"How long {rpc} took, refusals included."
@@ -166,9 +164,10 @@ class Metrics:
     def add_resource(self, kind: str, resource: str, *, listed: bool = True) -> None:
         """`listed`: whether the kubelet gets device lists of the resource, as it does in mode plugin."""
         self._resources[kind], self._counted_registrations[kind] = resource, 0
-        for rpc, (requests, seconds) in self._served.items():
-            self._requests |= {(rpc, kind, outcome): requests.labels(resource, outcome) for outcome in OUTCOMES}
-            self._seconds[rpc, kind] = seconds.labels(resource)
+        for requests, seconds in self._served.values():
+            for outcome in OUTCOMES:
+                requests.labels(resource, outcome)
+            seconds.labels(resource)
         for family in (self._registered, self._registrations, *([self._updates] if listed else [])):
             family.labels(resource)
 
@@ -176,9 +175,10 @@ class Metrics:
 
     def called(self, rpc: str, kind: str, outcome: str, seconds: float) -> None:
         """`kind`: the Resource, or the DRA driver. Calls that decide nothing (GetDevicePluginOptions) are not counted."""
-        if (rpc, kind) in self._seconds:
-            self._requests[rpc, kind, outcome if outcome in OUTCOMES else "internal"].inc()
-            self._seconds[rpc, kind].observe(seconds)
+        if rpc in self._served:
+            requests, durations = self._served[rpc]
+            requests.labels(self._resources[kind], outcome if outcome in OUTCOMES else "internal").inc()
+            durations.labels(self._resources[kind]).observe(seconds)
 
     def drifted(self, what: Drift, count: int) -> None:
         """Reconciliation changed `count` allocations."""
