@@ -30,7 +30,7 @@ def target(request: pytest.FixtureRequest, programs: Path, tmp_path_factory: pyt
 
 @pytest.fixture
 def node(programs: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
-    """With one GPU, or as many as the test's parameter says."""
-    node = Node(programs, tmp_path, gpus=getattr(request, "param", 1))
+    """With one GPU, or as the test's parameter says."""
+    node = Node(programs, tmp_path, **getattr(request, "param", {}))
     yield node
     node.close()

@@ -4,20 +4,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import (
-    Container,
-    Node,
-    Tenant,
-    arbitrated,
-    containers_of,
-    gpu_time_percent,
-    started,
-    take_all_slots,
-)
+from gpumgr.enforcement.limiter import pages
+from tests.component.enforcement.limiter.harness import Container, Node, Tenant, gpu_time_percent
 
 _MS = 10_000
 
@@ -42,10 +33,10 @@ _DAMAGES = ("random", "zero", "truncated", "grown", "grant")
 
 @pytest.mark.parametrize("how", [*_DAMAGES, "claim"])
 @pytest.mark.parametrize("share", [50, 75])
-def test_a_tenant_that_keeps_rewriting_its_page_costs_the_other_nothing(node: Node, tmp_path: Path, share: int, how: str) -> None:
-    containers = containers_of(tmp_path, [100 - share, share])
+def test_a_tenant_that_keeps_rewriting_its_page_costs_the_other_nothing(node: Node, share: int, how: str) -> None:
+    containers = node.containers(100 - share, share)
     arbiter = node.arbitrate(containers)
-    other = started(node, containers[1])
+    other = node.started(containers[1])
     with _again_and_again(containers[0], how):
         other.send(f"work products {_MS} 1")
         _, gpu, elapsed = other.answer()
@@ -58,22 +49,24 @@ def test_a_tenant_that_keeps_rewriting_its_page_costs_the_other_nothing(node: No
 
 
 @pytest.mark.parametrize("how", _DAMAGES)
-def test_a_damaged_page_is_made_whole(node: Node, tmp_path: Path, how: str) -> None:
-    [container] = containers_of(tmp_path, [50])
+def test_a_damaged_page_is_made_whole(node: Node, how: str) -> None:
+    [container] = node.containers(50)
     arbiter = node.arbitrate([container])
     container.damage(how)
     while not arbiter.figures()[0][2]:
         time.sleep(0.01)
-    assert container.is_whole()
+    turn = container.turn
+    assert (turn.magic, turn.version, container.path("turn").stat().st_size) == (pages.MAGIC, pages.VERSION, pages.SIZES["turn"])
 
 
 @pytest.mark.parametrize("how", ["random", "zero", "grown", "grant"])
-def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, tmp_path: Path, how: str) -> None:
-    containers = containers_of(tmp_path, [25, 75])
-    arbiter, tenants = arbitrated(node, containers)
+def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, how: str) -> None:
+    containers = node.containers(25, 75)
+    arbiter, tenants = node.arbitrated(containers)
     for tenant in tenants:
         tenant.send(f"work products {_MS} 2")
-    while not containers[0].holds_a_turn_after(10):
+    turn = containers[0].turn.gpu[0]
+    while not (turn.holding_since_ns and turn.grants > 10):
         pass
     containers[0].damage(how)
     held = [100 * gpu / elapsed for _, gpu, elapsed in (tenant.answer() for tenant in tenants)]
@@ -82,54 +75,54 @@ def test_a_tenant_whose_page_was_damaged_has_its_share_again(node: Node, tmp_pat
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_processes_without_a_slot_share_the_turn(node: Node, tmp_path: Path, processes: int) -> None:
-    containers = containers_of(tmp_path, [40, 60])
-    take_all_slots(containers[0].page("use"))
+def test_processes_without_a_slot_share_the_turn(node: Node, processes: int) -> None:
+    containers = node.containers(40, 60)
+    containers[0].take_all_slots()
     node.arbitrate(containers)
-    tenants = [started(node, containers[number]) for number in [0] * processes + [1]]
-    *parts, other = gpu_time_percent(tenants, ["products"] * len(tenants))
+    tenants = [node.started(containers[number]) for number in [0] * processes + [1]]
+    *parts, other = gpu_time_percent(tenants, "products")
     assert sum(parts) == pytest.approx(40, abs=5)
     assert other == pytest.approx(60, abs=5)
 
 
-def test_a_thousand_processes_cost_the_other_nothing(node: Node, tmp_path: Path) -> None:
+def test_a_thousand_processes_cost_the_other_nothing(node: Node) -> None:
     """More than there are slots; those of the container that work have its share."""
-    containers = containers_of(tmp_path, [40, 60])
+    containers = node.containers(40, 60)
     node.arbitrate(containers)
-    crowd, hostile, other = [started(node, containers[number]) for number in (0, 0, 1)]
+    crowd, hostile, other = [node.started(containers[number]) for number in (0, 0, 1)]
     assert crowd.ask("crowd 1030")[1] == 1030
-    assert gpu_time_percent([hostile, other], ["products"] * 2) == pytest.approx([40, 60], abs=5)
+    assert gpu_time_percent([hostile, other], "products") == pytest.approx([40, 60], abs=5)
 
 
 def _slice_percent(node: Node, container: Container | None, works: Sequence[str], hostile: Tenant) -> float:
     """The GPU time of a second tenant, which has the second work."""
-    other = started(node, container)
+    other = node.started(container)
     hostile.send(f"work {works[0]} {_MS} 2")
     other.send(f"work {works[1]} {_MS} 2")
     _, gpu, elapsed = other.answer()
     return 100 * gpu / elapsed
 
 
-def test_work_that_does_not_end_leaves_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
-    containers = containers_of(tmp_path, [25, 75])
+def test_work_that_does_not_end_leaves_the_other_its_time_slices(node: Node) -> None:
+    containers = node.containers(25, 75)
     arbiter = node.arbitrate(containers)
     works = ("endless", "products")
-    endless = started(node, containers[0])
+    endless = node.started(containers[0])
     assert _slice_percent(node, containers[1], works, endless) > 36  # without a limiter 41
     assert arbiter.figures()[0][1] == 1
 
 
-def test_launches_without_the_turn_leave_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
+def test_launches_without_the_turn_leave_the_other_its_time_slices(node: Node) -> None:
     """The process has not loaded the library; no figure of the arbiter shows it."""
-    containers = containers_of(tmp_path, [25, 75])
+    containers = node.containers(25, 75)
     node.arbitrate(containers)
-    assert _slice_percent(node, containers[1], ("products", "products"), started(node, None)) > 0.75 * 50
+    assert _slice_percent(node, containers[1], ("products", "products"), node.started()) > 0.75 * 50
 
 
-def test_a_turn_that_a_tenant_grants_to_itself_leaves_the_other_its_time_slices(node: Node, tmp_path: Path) -> None:
-    containers = containers_of(tmp_path, [25, 75])
+def test_a_turn_that_a_tenant_grants_to_itself_leaves_the_other_its_time_slices(node: Node) -> None:
+    containers = node.containers(25, 75)
     arbiter = node.arbitrate(containers)
-    hostile = started(node, containers[0])
+    hostile = node.started(containers[0])
     with _again_and_again(containers[0], "grant"):
         assert _slice_percent(node, containers[1], ("products", "products"), hostile) > 0.75 * 50
     assert arbiter.figures()[0][2] > 0

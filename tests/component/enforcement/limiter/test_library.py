@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpumgr.common.errors import InputError
+from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.backend import library_path
-from tests.component.enforcement.limiter.harness import PROGRAMS, Container, Node, Target, hooks, take_all_slots
+from tests.component.enforcement.limiter.harness import PROGRAMS, Container, Node, Target, hooks
 from tools.limiter import LIBRARY, SOURCES, compile_program
 
 
@@ -123,15 +125,15 @@ def test_it_reads_no_environment_and_handles_no_signal(target: Target) -> None:
     assert [name for name in undefined if _FORBIDDEN.fullmatch(name)] == []
 
 
-def test_a_program_without_cuda_is_left_alone(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "0", share_percent=50)
-    before = [container.page(name).read_bytes() for name in ("limits", "use", "turn")]
+def test_a_program_without_cuda_is_left_alone(node: Node) -> None:
+    container = node.container(50)
+    before = [container.path(name).read_bytes() for name in pages.SIZES]
     script = "import os, threading; print(len(os.listdir('/proc/self/task')), 'pages' in open('/proc/self/maps').read())"
     environment = {**os.environ, **node.environment(limited=True)}
     command = [sys.executable, "-S", "-c", script]
     done = subprocess.run(command, env=environment, cwd=container.folder, check=True, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1 False\n", "")
-    assert [container.page(name).read_bytes() for name in ("limits", "use", "turn")] == before
+    assert [container.path(name).read_bytes() for name in pages.SIZES] == before
 
 
 def test_a_missing_library_is_an_error_that_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,24 +199,25 @@ def test_libraries_of_the_driver_get_the_drivers_functions(target: Target, tmp_p
     assert Path(done.stdout.strip()).name == found, done.stderr
 
 
-def _break(page: Path, how: str) -> None:
-    if how == "missing":
-        page.unlink()
-    elif how == "unreadable":
-        page.unlink()
-        page.mkdir()
-    elif how == "truncated":
-        page.write_bytes(b"")
-    elif how == "version":
-        with page.open("r+b") as file:
-            file.seek(4)
-            file.write(b"\xff")
+def _replace_by_folder(container: Container) -> None:
+    container.path("use").unlink()
+    container.path("use").mkdir()
 
 
-@pytest.mark.parametrize("how", ["missing", "unreadable", "truncated", "version", "slots"])
-def test_a_fault_is_said_in_one_line_and_the_program_goes_on(node: Node, tmp_path: Path, how: str) -> None:
-    container = Container(tmp_path / "0", share_percent=50)
-    take_all_slots(container.page("use")) if how == "slots" else _break(container.page("use"), how)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda container: container.path("use").unlink(),
+        _replace_by_folder,
+        lambda container: os.truncate(container.path("use"), 0),
+        lambda container: setattr(container.use, "version", 0xFF),
+        Container.take_all_slots,
+    ],
+    ids=["missing", "unreadable", "truncated", "version", "slots"],
+)
+def test_a_fault_is_said_in_one_line_and_the_program_goes_on(node: Node, spoil: Callable[[Container], object]) -> None:
+    container = node.container(50)
+    spoil(container)
     run = _program(node, container, "grab alloc 1048576 3145728")
     assert run.stdout == "0 0 0\n0 3145728 0\n"
     assert re.fullmatch(r"libgpumgr: process \d+ [^:\n]+: pages/use\.\d+: [^:\n]+; [^:\n]+\n", run.stderr)
@@ -223,19 +226,19 @@ def test_a_fault_is_said_in_one_line_and_the_program_goes_on(node: Node, tmp_pat
 def test_a_fault_of_the_library_is_said_once_and_written_in_the_page(node: Node, tmp_path: Path) -> None:
     (tmp_path / "no.c").write_text("int pthread_create(void); int pthread_create(void) { return 11; }")
     compile_program(tmp_path / "no.so", [tmp_path / "no.c"], ("-shared", "-fPIC"))
-    container = Container(tmp_path / "0", share_percent=50)
+    container = node.container(50)
     run = _program(node, container, "latency 1", preload=f"{tmp_path / 'no.so'}:")
     assert re.fullmatch(r"0 0 0\n0 \d+ \d+\n", run.stdout)
     assert re.fullmatch(
         r"libgpumgr: process \d+ runs without gpumgr's limits: pages/limits\.\d+: no thread can be started; [^:\n]+\n", run.stderr
     )
-    assert container.fault() == "no thread can be started"
+    slot = container.use.slot[0]
+    assert (slot.state, slot.fault) == (2, b"no thread can be started")
 
 
-def test_its_thread_leaves_all_signals_to_the_program(node: Node, tmp_path: Path) -> None:
-    tenant = node.start(Container(tmp_path / "0", share_percent=50))
-    for command in ("init 0", "latency 1"):
-        assert tenant.ask(command)[0] == 0
+def test_its_thread_leaves_all_signals_to_the_program(node: Node) -> None:
+    tenant = node.started(node.container(50), clock=False)
+    assert tenant.ask("latency 1")[0] == 0
     masks = {
         int(task.name): int(re.findall(r"SigBlk:\s+(\w+)", (task / "status").read_text())[0], 16)
         for task in Path(f"/proc/{tenant.pid}/task").iterdir()
@@ -246,30 +249,22 @@ def test_its_thread_leaves_all_signals_to_the_program(node: Node, tmp_path: Path
 
 
 @pytest.mark.parametrize(("command", "lookup"), [("cancels 20", "proc"), ("cancels 20", "stream"), ("cancels 5 1", "proc")])
-def test_no_thread_is_cancelled_within_a_launch(node: Node, tmp_path: Path, command: str, lookup: str) -> None:
+def test_no_thread_is_cancelled_within_a_launch(node: Node, command: str, lookup: str) -> None:
     """Nor within the wait for the turn or for earlier work, by the library or the driver: its launch would count as one that never ends."""
-    tenant = node.start(Container(tmp_path / "0", share_percent=50), lookup)
-    assert tenant.ask("init 0")[0] == 0
-    assert tenant.ask(command) == (0, 0, 0)
+    assert node.started(node.container(50), lookup, clock=False).ask(command) == (0, 0, 0)
 
 
 def test_it_takes_less_than_a_mebibyte_of_the_hosts_memory(node: Node) -> None:
     """The library with its data, and what a process reads and writes of pages on a tmpfs, which has memory for nothing else."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         container = Container(Path(folder) / "0", 1 << 40, share_percent=50)
-        pages = [container.page(name) for name in ("limits", "use", "turn")]
-        for page in pages:
-            size = page.stat().st_size
-            page.write_bytes(page.read_bytes().rstrip(b"\0"))
-            os.truncate(page, size)
-        tenant = node.start(container)
-        for command in ("init 0", "grab alloc 65536 67108864", "latency 1", "nvml"):
-            tenant.send(command)
-            assert tenant.answer()[0] == 0
+        tenant = node.started(container, clock=False)
+        for command in ("grab alloc 65536 67108864", "latency 1", "nvml"):
+            assert tenant.numbers(command)[0] == 0
         mappings = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{tenant.pid}/smaps").read_text(), flags=re.MULTILINE)
         ours = [int(re.findall(r"^Rss: +(\d+)", each, re.MULTILINE)[0]) << 10 for each in mappings if f"/{LIBRARY}\n" in each]
         assert ours
-        assert sum(ours) + sum(page.stat().st_blocks * 512 for page in pages) < 1 << 20
+        assert sum(ours) + sum(container.path(name).stat().st_blocks * 512 for name in pages.SIZES) < 1 << 20
 
 
 def _program(node: Node, container: Container, *commands: str, preload: str = "") -> "subprocess.CompletedProcess[str]":

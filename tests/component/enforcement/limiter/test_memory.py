@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, Container, Node, Tenant, started
+from tests.component.enforcement.limiter.harness import CONTEXT_BYTES, GPU_BYTES, MIB, TWO_GPUS, Container, Node, Tenant
 
 _OUT_OF_MEMORY = 2
 _LIMIT = 4096 * MIB
@@ -22,17 +22,22 @@ _BLOCK = 2 * MIB
 _POOL_STEP = 32 * MIB
 
 
-def _started(node: Node, container: Container | None, lookup: str = "proc") -> Tenant:
-    tenant = node.start(container, lookup)
-    assert tenant.ask("init 0")[0] == 0
-    return tenant
+@pytest.fixture
+def container(node: Node) -> Container:
+    return node.container(limit_bytes=_LIMIT)
+
+
+@pytest.fixture
+def tenant(node: Node, container: Container) -> Tenant:
+    return node.started(container, clock=False)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("lookup", ["dlsym", "proc", "stream"])
-def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(node: Node, tmp_path: Path, kind: str, lookup: str) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container, lookup)
+def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(
+    node: Node, container: Container, kind: str, lookup: str
+) -> None:
+    tenant = node.started(container, lookup, clock=False)
     step = 6 * MIB
     for _ in range(2):  # what is freed can be had again
         result, granted, _ = tenant.ask(f"grab {kind} {step} {2 * _LIMIT}")
@@ -44,8 +49,7 @@ def test_each_kind_is_granted_up_to_the_limit_and_then_out_of_memory(node: Node,
         assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
-def test_the_last_byte_is_granted_and_not_one_more(node: Node, tmp_path: Path) -> None:
-    tenant = _started(node, Container(tmp_path / "a", _LIMIT))
+def test_the_last_byte_is_granted_and_not_one_more(tenant: Tenant) -> None:
     assert tenant.ask(f"grab alloc {_ROOM + 1} 1") == (_OUT_OF_MEMORY, 0, 0)
     assert tenant.ask(f"grab alloc {_ROOM} 1") == (0, _ROOM, 0)
     assert tenant.ask("grab alloc 1 1") == (_OUT_OF_MEMORY, 0, 0)
@@ -53,10 +57,10 @@ def test_the_last_byte_is_granted_and_not_one_more(node: Node, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["alloc", "managed", "pitch"])
 @pytest.mark.parametrize("size", [1024, 700 * 1024, MIB + 1024, 3 * MIB + 1024])
-def test_a_request_is_charged_what_the_driver_takes_for_it(node: Node, tmp_path: Path, kind: str, size: int) -> None:
+def test_a_request_is_charged_what_the_driver_takes_for_it(
+    node: Node, container: Container, tenant: Tenant, kind: str, size: int
+) -> None:
     """An H200 used 4 MiB for each request of 3,145,729 bytes."""
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
     result, granted, _ = tenant.ask(f"grab {kind} {size} {min(3000 * size, 2 * _LIMIT)}")
     assert result == (0 if size < _BLOCK / 2 else _OUT_OF_MEMORY)
     assert node.used_bytes() == container.reserved_bytes() <= _LIMIT
@@ -67,9 +71,7 @@ def test_a_request_is_charged_what_the_driver_takes_for_it(node: Node, tmp_path:
     assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
-def test_small_requests_share_blocks_and_keep_them_until_the_last_is_freed(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_small_requests_share_blocks_and_keep_them_until_the_last_is_freed(container: Container, tenant: Tenant) -> None:
     assert tenant.ask(f"grab alloc 65536 {64 * _BLOCK}") == (0, 64 * _BLOCK, 0)
     assert container.by_kind()["alloc"] == 64 * _BLOCK
     assert tenant.ask("keep 32") == (0, 64, 0)
@@ -77,9 +79,7 @@ def test_small_requests_share_blocks_and_keep_them_until_the_last_is_freed(node:
     assert tenant.ask(f"grab alloc {_ROOM - 64 * _BLOCK + 1} 1")[0] == _OUT_OF_MEMORY
 
 
-def test_threads_that_share_blocks_leave_the_count_right(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_threads_that_share_blocks_leave_the_count_right(node: Node, container: Container, tenant: Tenant) -> None:
     assert tenant.ask("threads 16 100000") == (0, 0, 0)
     assert container.by_kind()["alloc"] >= _BLOCK
     assert node.used_bytes() == container.reserved_bytes() == sum(container.by_kind().values())
@@ -98,9 +98,9 @@ def test_threads_that_share_blocks_leave_the_count_right(node: Node, tmp_path: P
         ("640 640 0 32 1 0 1", 2),
     ],
 )
-def test_arrays_are_charged_what_an_h200_used_for_them(node: Node, tmp_path: Path, shape: str, block_mib: int) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_arrays_are_charged_what_an_h200_used_for_them(
+    node: Node, container: Container, tenant: Tenant, shape: str, block_mib: int
+) -> None:
     assert tenant.ask(f"shapes {shape} 5000") == (_OUT_OF_MEMORY, _ROOM // (block_mib * MIB), 0)
     assert node.used_bytes() == container.reserved_bytes()
     assert tenant.ask("free")[0] == 0
@@ -120,16 +120,12 @@ def test_arrays_are_charged_what_an_h200_used_for_them(node: Node, tmp_path: Pat
         "1024 1024 64 32 1 128 1",  # deferred: without memory
     ],
 )
-def test_arrays_of_other_shapes_agree_with_the_driver(node: Node, tmp_path: Path, shape: str) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_arrays_of_other_shapes_agree_with_the_driver(node: Node, container: Container, tenant: Tenant, shape: str) -> None:
     assert tenant.ask(f"shapes {shape} 10")[:2] == (0, 10)
     assert node.used_bytes() == container.reserved_bytes()
 
 
-def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, container: Container, tenant: Tenant) -> None:
     tenant.ask("grab alloc 1000 1")
     own = 2 * CONTEXT_BYTES + 100 * MIB + 2 * _BLOCK
     assert tenant.ask(f"second {100 * MIB}") == (0, own, 0)
@@ -138,10 +134,8 @@ def test_a_second_context_is_counted_with_its_memory_until_its_end(node: Node, t
     assert tenant.ask(f"second {MIB}")[0] == _OUT_OF_MEMORY
 
 
-def test_what_outlives_its_pool_stays_charged(node: Node, tmp_path: Path) -> None:
+def test_what_outlives_its_pool_stays_charged(tenant: Tenant) -> None:
     """A program may destroy a pool before it frees what it took from it; the driver keeps that memory."""
-    container = Container(tmp_path / "0", _LIMIT)
-    tenant = _started(node, container)
     before = tenant.ask("info")
     result, used, freed = tenant.ask(f"orphan {100 * MIB}")
     assert result == 0
@@ -149,9 +143,9 @@ def test_what_outlives_its_pool_stays_charged(node: Node, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["async", "pool"])
-def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: Path, kind: str) -> None:
-    container = Container(tmp_path / "a", 8192 * MIB)
-    tenant = _started(node, container)
+def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, kind: str) -> None:
+    container = node.container(limit_bytes=8192 * MIB)
+    tenant = node.started(container, clock=False)
     assert tenant.ask(f"grab {kind} 1 1") == (0, 1, 0)
     assert container.by_kind()["pool"] == 32 * MIB
     assert tenant.ask(f"grab {kind} {40 * MIB} 1")[0] == 0
@@ -161,10 +155,9 @@ def test_pools_are_charged_what_an_h200_reserved_for_them(node: Node, tmp_path: 
     assert node.used_bytes() == container.reserved_bytes()
 
 
-def test_a_pool_that_grows_in_two_threads_is_charged_what_it_has(node: Node, tmp_path: Path) -> None:
+def test_a_pool_that_grows_in_two_threads_is_charged_what_it_has(node: Node, container: Container) -> None:
     """Also if the thread that asked the driver first charges last."""
-    container = Container(tmp_path / "a", _LIMIT)
-    assert _started(node, container).ask(f"pools {64 * MIB}")[0] == 0
+    assert node.started(container, clock=False).ask(f"pools {64 * MIB}")[0] == 0
     assert container.by_kind()["pool"] == 128 * MIB
     assert node.used_bytes() == container.reserved_bytes()
 
@@ -174,40 +167,32 @@ def test_a_pool_that_grows_in_two_threads_is_charged_what_it_has(node: Node, tmp
     ("step", "number", "share"), [(100 * MIB, 3, 0), (6 * MIB, 200, 0), (6 * MIB, 200, 50), (65_536, 200, 0)]
 )
 def test_what_a_stream_has_yet_to_free_stays_charged(
-    node: Node, tmp_path: Path, step: int, number: int, share: int, lookup: str, own_stream: int
+    node: Node, step: int, number: int, share: int, lookup: str, own_stream: int
 ) -> None:
-    container = Container(tmp_path / "a", _LIMIT, share_percent=share)
-    tenant = node.start(container, lookup, clock=True)
-    assert tenant.ask("init 0")[0] == 0
+    container = node.container(share, limit_bytes=_LIMIT)
+    tenant = node.started(container, lookup)
     assert tenant.ask(f"late {step} {number} {own_stream}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
     assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
 @pytest.mark.parametrize("number", [1, 9])
-def test_what_a_destroyed_stream_has_yet_to_free_stays_charged(node: Node, tmp_path: Path, number: int) -> None:
+def test_what_a_destroyed_stream_has_yet_to_free_stays_charged(node: Node, container: Container, number: int) -> None:
     """Also if the stream has as many markers as it may have."""
-    container = Container(tmp_path / "a", _LIMIT)
-    assert started(node, container).ask(f"ends {6 * MIB} {number}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
+    assert node.started(container).ask(f"ends {6 * MIB} {number}") == (0, _OUT_OF_MEMORY, CONTEXT_BYTES)
 
 
-def test_what_a_stream_has_freed_is_credited_though_the_process_asks_for_no_memory(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT, share_percent=50)
-    assert _started(node, container).ask(f"idles {100 * MIB}")[0] == 0
-    while "alloc" in container.by_kind():
-        time.sleep(0.001)
-
-
-def test_a_thread_that_is_cancelled_while_it_frees_leaves_nothing_charged(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT, share_percent=50)
-    assert _started(node, container).ask(f"cut {100 * MIB}")[0] == 0
+@pytest.mark.parametrize("command", ["idles", "cut"], ids=["no request follows", "the thread is cancelled while it frees"])
+def test_what_was_freed_is_credited(node: Node, command: str) -> None:
+    container = node.container(50, limit_bytes=_LIMIT)
+    assert node.started(container, clock=False).ask(f"{command} {100 * MIB}")[0] == 0
     while "alloc" in container.by_kind():
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch"])
-def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_path: Path, when: str) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(
+    node: Node, container: Container, tenant: Tenant, when: str
+) -> None:
     assert tenant.ask(f"graph {256 * MIB} {when}") == (0, CONTEXT_BYTES, 0)
     assert container.by_kind() == {"graph": 256 * MIB, "context": CONTEXT_BYTES}
     assert node.used_bytes() == container.reserved_bytes()
@@ -216,74 +201,65 @@ def test_memory_of_a_graph_is_charged_when_the_driver_takes_it(node: Node, tmp_p
     assert container.by_kind() == {"context": CONTEXT_BYTES}
 
 
-@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+@TWO_GPUS
 @pytest.mark.parametrize("when", ["instantiation", "upload", "launch", "capture", "node", "node2", "node3"])
-def test_memory_of_a_graph_is_charged_on_the_gpu_of_the_allocation(node: Node, tmp_path: Path, when: str) -> None:
+def test_memory_of_a_graph_is_charged_on_the_gpu_of_the_allocation(node: Node, when: str) -> None:
     """Not on the thread's current one."""
-    container = Container(tmp_path / "a", _LIMIT, gpus=2)
-    assert _started(node, container).ask(f"graph {256 * MIB} {when} 1")[:2] == (0, CONTEXT_BYTES)
+    container = node.container(gpus=2, limit_bytes=_LIMIT)
+    assert node.started(container, clock=False).ask(f"graph {256 * MIB} {when} 1")[:2] == (0, CONTEXT_BYTES)
     context = CONTEXT_BYTES if when == "capture" else 0
     assert [container.reserved_bytes(gpu) for gpu in range(2)] == [CONTEXT_BYTES, context + 256 * MIB]
 
 
-def test_programs_see_the_share(node: Node, tmp_path: Path) -> None:
-    neighbour = _started(node, None)
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_programs_see_the_share(node: Node, container: Container, tenant: Tenant) -> None:
+    neighbour = node.started(clock=False)
     tenant.ask(f"grab alloc {100 * MIB} 1")
-    container.set_uncounted(24 * MIB)
+    container.limits.gpu[0].uncounted_bytes = 24 * MIB
     free = _ROOM - 124 * MIB
     assert tenant.ask("info") == (0, free, _LIMIT)
     assert tenant.ask("total") == (0, 0, _LIMIT)
-    tenant.send("nvml")
-    assert tenant.answer() == (0, free, _LIMIT, 1)  # one process: its own
+    assert tenant.numbers("nvml") == (0, free, _LIMIT, 1)  # one process: its own
     neighbour.ask(f"grab alloc {MIB} 1")
     assert tenant.ask("info") == (0, free, _LIMIT)
     assert tenant.ask(f"grab alloc {free + 1} 1")[0] == _OUT_OF_MEMORY
 
 
-@pytest.mark.parametrize("node", [2], indirect=True, ids=["gpus"])
+@TWO_GPUS
 @pytest.mark.parametrize(
     "visible", ["0,1", "1,0", "1", "GPU-00000000-0000-0000-0000-000000000002", "GPU-00000000-0000-0000-0000-000000000002,0"]
 )
-def test_the_limit_is_that_of_the_gpu_in_any_order(node: Node, tmp_path: Path, visible: str) -> None:
+def test_the_limit_is_that_of_the_gpu_in_any_order(node: Node, visible: str) -> None:
     """CUDA's numbers of GPUs depend on the environment; NVML's do not."""
-    container = Container(tmp_path / "a", _LIMIT, gpus=2)
-    container.set_limit(1, 2 * _LIMIT)
-    tenant = node.start(container, visible=visible)
+    container = node.container(gpus=2, limit_bytes=_LIMIT)
+    container.limits.gpu[1].memory_bytes = 2 * _LIMIT
+    tenant = node.start(container, CUDA_VISIBLE_DEVICES=visible)
     limit = _LIMIT if visible.startswith("0") else 2 * _LIMIT
     assert tenant.ask("init 0")[0] == 0
     assert tenant.ask("total") == (0, 0, limit)
     assert tenant.ask(f"grab alloc {limit - CONTEXT_BYTES} 1")[0] == 0
     assert tenant.ask("grab alloc 1 1")[0] == _OUT_OF_MEMORY
-    assert _nvml(tenant)[1] == _LIMIT
+    assert tenant.numbers("nvml")[2] == _LIMIT
 
 
 @pytest.mark.parametrize("limit_mib", [1, 519, 4096, 143_156, 143_771, 200_000])
-def test_a_program_sees_no_more_than_there_is(node: Node, tmp_path: Path, limit_mib: int) -> None:
+def test_a_program_sees_no_more_than_there_is(node: Node, limit_mib: int) -> None:
     """For any limit; CUDA's figures and NVML's agree, except for what the driver keeps for itself."""
-    container = Container(tmp_path / "a", limit_mib * MIB)
+    container = node.container(limit_bytes=limit_mib * MIB)
     tenant = node.start(container)
     if tenant.ask("init 0")[0] == _OUT_OF_MEMORY:
         assert limit_mib * MIB < CONTEXT_BYTES
         return
     tenant.ask(f"grab alloc {64 * MIB} {128 * MIB}")
     used = container.reserved_bytes()
-    for available, total, most in ((*tenant.ask("info")[1:], GPU_BYTES - 615 * MIB), (*_nvml(tenant), GPU_BYTES)):
-        assert (total, available) == (min(limit_mib * MIB, most), min(limit_mib * MIB, most) - used)
+    for command, most in (("info", GPU_BYTES - 615 * MIB), ("nvml", GPU_BYTES)):
+        total = min(limit_mib * MIB, most)
+        assert tenant.numbers(command)[1:3] == (total - used, total)
 
 
-def _nvml(tenant: Tenant) -> tuple[int, int]:
-    """Free and total bytes."""
-    tenant.send("nvml")
-    _, available, total, _ = tenant.answer()
-    return available, total
-
-
-def test_a_program_whose_first_start_failed_is_limited(node: Node, tmp_path: Path) -> None:
+def test_a_program_whose_first_start_failed_is_limited(node: Node, container: Container) -> None:
     gpu, hidden = node.folder / "gpu", node.folder / "hidden"
     gpu.rename(hidden)
-    tenant = node.start(Container(tmp_path / "a", _LIMIT))
+    tenant = node.start(container)
     assert tenant.ask("init 0")[0] != 0
     assert tenant.ask(f"grab vmm {2 * MIB} 1")[0] not in (0, _OUT_OF_MEMORY)
     hidden.rename(gpu)
@@ -301,50 +277,45 @@ def _edges(node: Node, container: Container | None, *words: str) -> Sequence[str
     return done.stdout.splitlines()
 
 
-def test_calls_that_are_rare_or_wrong_have_the_drivers_answers_and_the_count_is_right(node: Node, tmp_path: Path) -> None:
+def test_calls_that_are_rare_or_wrong_have_the_drivers_answers_and_the_count_is_right(node: Node) -> None:
     bare = _edges(node, None)
     assert len(bare) > 150
     # What a module takes is not counted here.
     counted = [line.replace(f", +{4 * MIB}", ", +0") if line.startswith("attributes") else line for line in bare]
-    container = Container(tmp_path / "a", 2 * _LIMIT, share_percent=50)
+    container = node.container(50, limit_bytes=2 * _LIMIT)
     assert _edges(node, container) == counted
-    assert container.unknown_versions() == 1
+    assert container.use.slot[0].gpu[0].unknown == 1
 
 
-def test_sizes_beyond_64_bits_are_out_of_memory(node: Node, tmp_path: Path) -> None:
-    assert _edges(node, Container(tmp_path / "a", 2 * _LIMIT), "sizes") == ["more than there is: 2 2 2 2 2 2, +0"]
+def test_sizes_beyond_64_bits_are_out_of_memory(node: Node, container: Container) -> None:
+    assert _edges(node, container, "sizes") == ["more than there is: 2 2 2 2 2 2, +0"]
 
 
-def test_a_refusal_of_the_driver_leaves_nothing_reserved(programs: Path, tmp_path: Path) -> None:
-    node = Node(programs, tmp_path, gpu_bytes=3072 * MIB)
-    try:
-        container = Container(tmp_path / "a", _LIMIT)
-        tenant = _started(node, container)
-        for kind in _KINDS:
-            result, granted, _ = tenant.ask(f"grab {kind} {50 * MIB} {2 * _LIMIT}")
-            assert (result, granted > 0 or kind != "alloc") == (_OUT_OF_MEMORY, True)
-            assert node.used_bytes() == container.reserved_bytes()
-    finally:
-        node.close()
+@pytest.mark.parametrize("node", [{"gpu_bytes": 3072 * MIB}], indirect=True, ids=["3 GiB"])
+def test_a_refusal_of_the_driver_leaves_nothing_reserved(node: Node, container: Container, tenant: Tenant) -> None:
+    for kind in _KINDS:
+        result, granted, _ = tenant.ask(f"grab {kind} {50 * MIB} {2 * _LIMIT}")
+        assert (result, granted > 0 or kind != "alloc") == (_OUT_OF_MEMORY, True)
+        assert node.used_bytes() == container.reserved_bytes()
 
 
-def test_without_a_limit_memory_is_counted_only(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", 0)
-    tenant = _started(node, container)
+def test_without_a_limit_memory_is_counted_only(node: Node) -> None:
+    container = node.container()
+    tenant = node.started(container, clock=False)
     assert tenant.ask(f"grab alloc {1024 * MIB} {8192 * MIB}") == (0, 8192 * MIB, 0)
     assert container.by_kind() == {"alloc": 8192 * MIB, "context": CONTEXT_BYTES}
     assert tenant.ask("total")[2] > _LIMIT
 
 
-def test_containers_count_for_themselves(node: Node, tmp_path: Path) -> None:
-    for name in "ab":
-        assert _started(node, Container(tmp_path / name, _LIMIT)).ask(f"grab alloc {_ROOM} 1")[0] == 0
+def test_containers_count_for_themselves(node: Node) -> None:
+    for _ in range(2):
+        assert node.started(node.container(limit_bytes=_LIMIT), clock=False).ask(f"grab alloc {_ROOM} 1")[0] == 0
 
 
-def test_forty_processes_at_once_get_the_limit_and_no_byte_more(node: Node, tmp_path: Path) -> None:
+def test_forty_processes_at_once_get_the_limit_and_no_byte_more(node: Node) -> None:
     limit = 40 * CONTEXT_BYTES + 1000 * MIB
-    container = Container(tmp_path / "a", limit)
-    tenants = [_started(node, container) for _ in range(40)]
+    container = node.container(limit_bytes=limit)
+    tenants = [node.started(container, clock=False) for _ in range(40)]
     for number, tenant in enumerate(tenants):
         tenant.send(f"grab {_KINDS[number % 5]} {2 * MIB} {limit}")
     answers = [tenant.answer() for tenant in tenants]
@@ -353,16 +324,15 @@ def test_forty_processes_at_once_get_the_limit_and_no_byte_more(node: Node, tmp_
     assert node.used_bytes() == container.reserved_bytes() == limit
 
 
-def test_a_context_that_does_not_fit_is_out_of_memory(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", CONTEXT_BYTES + MIB)
-    _started(node, container)
+def test_a_context_that_does_not_fit_is_out_of_memory(node: Node) -> None:
+    container = node.container(limit_bytes=CONTEXT_BYTES + MIB)
+    node.started(container, clock=False)
     assert node.start(container).ask("init 0")[0] == _OUT_OF_MEMORY
     assert node.used_bytes() == container.reserved_bytes() == CONTEXT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_killed_processes_held_can_be_had_again(node: Node, tmp_path: Path, seed: int) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
+def test_what_killed_processes_held_can_be_had_again(node: Node, container: Container, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(4):
         victims = [node.start(container) for _ in range(3)]
@@ -372,15 +342,13 @@ def test_what_killed_processes_held_can_be_had_again(node: Node, tmp_path: Path,
         time.sleep(chance.random() / 20)  # any point of their run: the law holds at each
         for victim in victims:
             victim.kill()
-    tenant = _started(node, container)
+    tenant = node.started(container, clock=False)
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     assert node.used_bytes() == container.reserved_bytes() == _LIMIT
 
 
-def test_what_a_process_held_before_an_exec_can_be_had_again(node: Node, tmp_path: Path) -> None:
+def test_what_a_process_held_before_an_exec_can_be_had_again(node: Node, container: Container, tenant: Tenant) -> None:
     """By itself, if it uses CUDA again, and by others."""
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     tenant.send("exec")
     assert tenant.ask("init 0")[0] == 0
@@ -389,18 +357,18 @@ def test_what_a_process_held_before_an_exec_can_be_had_again(node: Node, tmp_pat
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     tenant.send("sleep")
     tenant.await_program("sleep")
-    other = _started(node, container)
+    other = node.started(container, clock=False)
     assert other.ask(f"grab alloc {_ROOM} 1")[0] == 0
     assert node.used_bytes() == container.reserved_bytes()
 
 
-def test_a_slot_that_another_process_empties_is_left_to_it(node: Node, tmp_path: Path) -> None:
+def test_a_slot_that_another_process_empties_is_left_to_it(node: Node, container: Container) -> None:
     """It has the pid of that process, but the stack of a dead one."""
-    container = Container(tmp_path / "a", _LIMIT)
-    first = _started(node, container)
+    first = node.started(container, clock=False)
     assert first.ask(f"grab alloc {2 * MIB} 1")[0] == 0
-    container.empty_by_first()
-    assert _started(node, container).ask(f"grab alloc {_ROOM} 1")[0] == _OUT_OF_MEMORY
+    slot = container.use.slot[0]  # as if its process had taken it from a dead one, and not emptied it yet
+    slot.state, slot.gpu[0].stack = 0, 1
+    assert node.started(container, clock=False).ask(f"grab alloc {_ROOM} 1")[0] == _OUT_OF_MEMORY
     assert container.by_kind() == {"alloc": 2 * MIB, "context": 2 * CONTEXT_BYTES}
 
 
@@ -416,9 +384,8 @@ wait
 
 
 @pytest.mark.parametrize("seconds", ["infinity", "0"], ids=["running", "ended"])
-def test_a_process_keeps_its_memory_if_proc_shows_another_pid_namespace(node: Node, tmp_path: Path, seconds: str) -> None:
+def test_a_process_keeps_its_memory_if_proc_shows_another_pid_namespace(node: Node, container: Container, seconds: str) -> None:
     """There its number is another process, here `sleep`."""
-    container = Container(tmp_path / "a", _LIMIT)
     (container.folder / "nested").write_text(_NESTED)
     rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     outer = 'for i in 1 2 3 4 5 6 7 8 9; do sleep $1 & done; exec unshare --pid --fork --kill-child sh nested "$@"'
@@ -434,21 +401,17 @@ def test_a_process_keeps_its_memory_if_proc_shows_another_pid_namespace(node: No
     assert done.stdout == f"0 0 0\n{_OUT_OF_MEMORY} 0 0\n" or "unshare failed" in done.stderr  # some hosts give users none
 
 
-def test_what_a_zombie_held_can_be_had_again(node: Node, tmp_path: Path) -> None:
+def test_what_a_zombie_held_can_be_had_again(node: Node, container: Container, tenant: Tenant) -> None:
     """Many containers have a first process that does not wait for its children."""
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     os.kill(tenant.pid, signal.SIGKILL)
     os.waitid(os.P_PID, tenant.pid, os.WEXITED | os.WNOWAIT)
-    assert _started(node, container).ask(f"grab alloc {_ROOM} 1")[0] == 0
+    assert node.started(container, clock=False).ask(f"grab alloc {_ROOM} 1")[0] == 0
     assert container.reserved_bytes() == _LIMIT
 
 
-def test_a_process_whose_first_thread_has_ended_keeps_its_memory(node: Node, tmp_path: Path) -> None:
+def test_a_process_whose_first_thread_has_ended_keeps_its_memory(node: Node, container: Container, tenant: Tenant) -> None:
     """It looks like a zombie."""
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
     tenant.send("leave")
     while ") Z " not in Path(f"/proc/{tenant.pid}/stat").read_text():
@@ -457,15 +420,12 @@ def test_a_process_whose_first_thread_has_ended_keeps_its_memory(node: Node, tmp
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_operations_of_all_kinds_agree_with_a_model(node: Node, tmp_path: Path, seed: int) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_operations_of_all_kinds_agree_with_a_model(node: Node, container: Container, tenant: Tenant, seed: int) -> None:
     assert tenant.ask(f"random {seed} 25000 {_LIMIT}") == (0, 25_000, 0)
     assert node.used_bytes() == container.reserved_bytes() == sum(container.by_kind().values())
 
 
-def test_a_forked_child_counts_anew_and_is_credited_when_it_ends(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
+def test_a_forked_child_counts_anew_and_is_credited_when_it_ends(node: Node, container: Container) -> None:
     tenant = node.start(container)
     tenant.ask("info")  # the library has looked for the pages; CUDA is not initialized
     assert tenant.ask(f"fork alloc {_ROOM} {_ROOM}")[0] == 0
@@ -473,18 +433,12 @@ def test_a_forked_child_counts_anew_and_is_credited_when_it_ends(node: Node, tmp
     assert tenant.ask(f"grab alloc {_ROOM} 1")[0] == 0
 
 
-def test_the_reset_of_a_context_frees_its_memory(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "a", _LIMIT)
-    tenant = _started(node, container)
+def test_the_reset_of_a_context_frees_its_memory(node: Node, container: Container, tenant: Tenant) -> None:
     tenant.ask(f"grab managed {100 * MIB} {1000 * MIB}")
     assert tenant.ask("reset")[0] == 0
     assert container.reserved_bytes() == node.used_bytes() == 0
 
 
-def test_a_stream_capture_goes_on_as_without_the_library(node: Node, tmp_path: Path) -> None:
-    answers = []
-    for container in (None, Container(tmp_path / "a", _LIMIT)):
-        tenant = _started(node, container)
-        tenant.send("capture")
-        answers.append(tenant.answer())
-    assert answers == [(0, 0, 900, 901)] * 2
+def test_a_stream_capture_goes_on_as_without_the_library(node: Node, tenant: Tenant) -> None:
+    for each in (tenant, node.started(clock=False)):
+        assert each.numbers("capture") == (0, 0, 900, 901)

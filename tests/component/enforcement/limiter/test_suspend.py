@@ -1,7 +1,5 @@
 """Suspended containers: calls wait outside of the driver, ask for the resume, and go on after it."""
 
-import contextlib
-import struct
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +20,6 @@ from tests.component.enforcement.limiter.harness import (
     Node,
     Target,
     Tenant,
-    claim_work,
     hooks,
 )
 from tools.limiter import LIBRARY, SHARED, compile_program
@@ -31,61 +28,62 @@ _GIB = 1024 * MIB
 _STEPS = ("lock", "checkpoint", "restore", "unlock")
 
 
-def _words(container: Container) -> tuple[int, int]:
-    """`suspend` and `resume_requests`."""
-    suspend, requests = (struct.unpack_from("<I", container.page(name).read_bytes(), 12)[0] for name in ("limits", "use"))
-    return suspend, requests
+class Group:
+    """Processes of one container, with a GiB each, and the agent that suspends them."""
 
+    def __init__(self, node: Node, container: Container) -> None:
+        self.node, self.container, self.agent = node, container, node.start()
+        self.files = PageFiles.open(container.place)
 
-@pytest.mark.parametrize("request_word", [1, 0xFFFFFFFF])
-def test_the_agent_suspends_and_sees_the_request(tmp_path: Path, request_word: int) -> None:
-    container = Container(tmp_path / "0")
-    with _pages(container) as files:
-        container.request_resume(request_word)
-        files.suspend()
-        assert (files.suspended, files.resume_requested, _words(container)) == (True, False, (1, 0))
-        container.request_resume(request_word)
-        assert files.resume_requested
-        files.resume()
-        assert (files.suspended, _words(container)) == (False, (0, request_word))
+    def tenant(self) -> Tenant:
+        return _with_memory(self.node, self.container)
 
-
-@contextlib.contextmanager
-def _pages(container: Container) -> Iterator[PageFiles]:
-    files = PageFiles.open(container.folder / "pages")
-    yield files
-    files.close()
-
-
-def _step(by: Tenant, name: str, target: Tenant) -> None:
-    assert by.ask(f"step {name} {target.pid} 0")[0] == 0
-
-
-def _suspend(by: Tenant, files: PageFiles, *tenants: Tenant, until: str = "checkpoint") -> None:
-    files.suspend()
-    time.sleep(0.1)
-    for name in _STEPS[: _STEPS.index(until) + 1]:
+    def step(self, name: str, *tenants: Tenant) -> None:
         for tenant in tenants:
-            _step(by, name, tenant)
+            assert self.agent.ask(f"step {name} {tenant.pid} 0")[0] == 0
+
+    def suspend(self, *tenants: Tenant, until: str = "checkpoint") -> None:
+        self.files.suspend()
+        time.sleep(0.1)
+        for name in _STEPS[: _STEPS.index(until) + 1]:
+            self.step(name, *tenants)
+
+    def resume(self, *tenants: Tenant) -> None:
+        for name in ("restore", "unlock"):
+            self.step(name, *tenants)
+        self.files.resume()
+
+    def await_request(self) -> None:
+        while not self.files.resume_requested:
+            time.sleep(0.001)
 
 
-def _resume(by: Tenant, files: PageFiles, *tenants: Tenant) -> None:
-    for name in ("restore", "unlock"):
-        for tenant in tenants:
-            _step(by, name, tenant)
-    files.resume()
+@pytest.fixture
+def group(node: Node, request: pytest.FixtureRequest) -> Iterator[Group]:
+    made = Group(node, node.container(getattr(request, "param", 0), limit_bytes=4 * _GIB))
+    yield made
+    made.files.close()
 
 
-def _asked(files: PageFiles) -> None:
-    while not files.resume_requested:
-        time.sleep(0.001)
+_WITH_CORES = pytest.mark.parametrize("group", [50], indirect=True, ids=["cores"])
 
 
 def _with_memory(node: Node, container: Container) -> Tenant:
-    tenant = node.start(container)
-    assert tenant.ask("init 0")[0] == 0
+    tenant = node.started(container, clock=False)
     assert tenant.ask(f"grab alloc {_GIB} {_GIB}") == (0, _GIB, 0)
     return tenant
+
+
+@pytest.mark.parametrize("request_word", [1, 0xFFFFFFFF])
+def test_the_agent_suspends_and_sees_the_request(group: Group, request_word: int) -> None:
+    files, limits, use = group.files, group.container.limits, group.container.use
+    use.resume_requests = request_word
+    files.suspend()
+    assert (files.suspended, files.resume_requested, limits.suspend, use.resume_requests) == (True, False, 1, 0)
+    use.resume_requests = request_word
+    assert files.resume_requested
+    files.resume()
+    assert (files.suspended, limits.suspend, use.resume_requests) == (False, 0, request_word)
 
 
 def test_every_function_asks_and_waits_and_keeps_its_arguments(target: Target, tmp_path: Path) -> None:
@@ -101,156 +99,138 @@ def test_every_function_asks_and_waits_and_keeps_its_arguments(target: Target, t
 @pytest.mark.parametrize(
     "command", ["info", "total", f"grab alloc {MIB} {MIB}", f"grab async {MIB} {MIB}", "free", "work products 1 1"]
 )
-def test_a_call_asks_for_the_resume_and_goes_on_after_it(node: Node, tmp_path: Path, command: str) -> None:
-    container = Container(tmp_path / "0", limit_bytes=4 * _GIB)
-    tenant, agent = _with_memory(node, container), node.start()
-    with _pages(container) as files:
-        _suspend(agent, files, tenant)
-        assert node.used_bytes() == 0
-        assert not files.resume_requested
-        tenant.send(command)
-        _asked(files)
-        assert not tenant.has_answered(seconds=0.02)
-        _resume(agent, files, tenant)
-        assert tenant.answer()[0] == 0
+def test_a_call_asks_for_the_resume_and_goes_on_after_it(node: Node, group: Group, command: str) -> None:
+    tenant = group.tenant()
+    group.suspend(tenant)
+    assert node.used_bytes() == 0
+    assert not group.files.resume_requested
+    tenant.send(command)
+    group.await_request()
+    assert not tenant.has_answered(seconds=0.02)
+    group.resume(tenant)
+    assert tenant.answer()[0] == 0
 
 
-def test_the_count_of_memory_stays_while_the_container_is_suspended(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "0", limit_bytes=4 * _GIB)
-    tenant, agent = _with_memory(node, container), node.start()
+def test_the_count_of_memory_stays_while_the_container_is_suspended(node: Node, group: Group) -> None:
+    tenant, container = group.tenant(), group.container
     counted = container.by_kind()
     assert counted == {"alloc": _GIB, "context": CONTEXT_BYTES}
-    with _pages(container) as files:
-        _suspend(agent, files, tenant)
-        assert container.by_kind() == counted
-        assert container.reserved_bytes() == _GIB + CONTEXT_BYTES
-        tenant.send("free")
-        _asked(files)
-        assert container.by_kind() == counted
-        _resume(agent, files, tenant)
-        assert tenant.answer()[0] == 0
+    group.suspend(tenant)
+    assert container.by_kind() == counted
+    assert container.reserved_bytes() == _GIB + CONTEXT_BYTES
+    tenant.send("free")
+    group.await_request()
+    assert container.by_kind() == counted
+    group.resume(tenant)
+    assert tenant.answer()[0] == 0
     assert container.by_kind() == {"context": CONTEXT_BYTES}
     assert node.used_bytes() == CONTEXT_BYTES
 
 
-def test_nvml_answers_without_asking(node: Node, tmp_path: Path) -> None:
-    container = Container(tmp_path / "0", limit_bytes=4 * _GIB)
-    tenant, agent = _with_memory(node, container), node.start()
+def test_nvml_answers_without_asking(group: Group) -> None:
+    tenant = group.tenant()
     assert tenant.ask(f"grab async {MIB} {MIB}")[0] == 0
-    tenant.send("nvml")
-    before = tenant.answer()
-    with _pages(container) as files:
-        _suspend(agent, files, tenant)
-        tenant.send("nvml")
-        assert tenant.answer() == before
-        assert not files.resume_requested
+    before = tenant.numbers("nvml")
+    group.suspend(tenant)
+    assert tenant.numbers("nvml") == before
+    assert not group.files.resume_requested
 
 
 @pytest.mark.parametrize("command", ["init 0", f"fork alloc {MIB} {MIB}"])
-def test_new_processes_of_a_suspended_container_wait_without_memory(node: Node, tmp_path: Path, command: str) -> None:
-    container = Container(tmp_path / "0", limit_bytes=4 * _GIB)
-    suspended, fresh, agent = _with_memory(node, container), node.start(container), node.start()
-    with _pages(container) as files:
-        _suspend(agent, files, suspended)
-        fresh.send(command)
-        _asked(files)
-        assert not fresh.has_answered(seconds=0.02)
-        assert node.used_bytes() == 0
-        _resume(agent, files, suspended)
-        assert fresh.answer()[0] == 0
+def test_new_processes_of_a_suspended_container_wait_without_memory(node: Node, group: Group, command: str) -> None:
+    suspended, fresh = group.tenant(), node.start(group.container)
+    group.suspend(suspended)
+    fresh.send(command)
+    group.await_request()
+    assert not fresh.has_answered(seconds=0.02)
+    assert node.used_bytes() == 0
+    group.resume(suspended)
+    assert fresh.answer()[0] == 0
 
 
-def test_a_request_that_was_wiped_out_comes_again(node: Node, tmp_path: Path) -> None:
+def test_a_request_that_was_wiped_out_comes_again(group: Group) -> None:
     """By a process of the container that rewrites its page, or by an agent that suspends again what was being resumed."""
-    container = Container(tmp_path / "0")
-    tenant, agent = _with_memory(node, container), node.start()
-    with _pages(container) as files:
-        _suspend(agent, files, tenant)
-        tenant.send("info")
-        for _ in range(3):
-            _asked(files)
-            container.request_resume(0)
-        _asked(files)
-        _resume(agent, files, tenant)
-        assert tenant.answer()[0] == 0
+    tenant = group.tenant()
+    group.suspend(tenant)
+    tenant.send("info")
+    for _ in range(3):
+        group.await_request()
+        group.container.use.resume_requests = 0
+    group.await_request()
+    group.resume(tenant)
+    assert tenant.answer()[0] == 0
 
 
-def test_a_suspended_container_waits_also_while_no_agent_runs(node: Node, tmp_path: Path) -> None:
+@_WITH_CORES
+def test_a_suspended_container_waits_also_while_no_agent_runs(node: Node, group: Group) -> None:
     """The library's own bucket does not charge the time."""
-    container = Container(tmp_path / "0", share_percent=50)
-    arbiter = node.arbitrate([container])
-    tenant, agent = _with_memory(node, container), node.start()
-    with _pages(container) as files:
-        _suspend(agent, files, tenant)
-        arbiter.kill()
-        tenant.send("work products 100 1")
-        assert not tenant.has_answered(seconds=0.5)
-        _resume(agent, files, tenant)
-        result, gpu, elapsed = tenant.answer()
-        assert (result, gpu > 0, elapsed > 0) == (0, True, True)
+    arbiter = node.arbitrate([group.container])
+    tenant = group.tenant()
+    group.suspend(tenant)
+    arbiter.kill()
+    tenant.send("work products 100 1")
+    assert not tenant.has_answered(seconds=0.5)
+    group.resume(tenant)
+    result, gpu, elapsed = tenant.answer()
+    assert (result, gpu > 0, elapsed > 0) == (0, True, True)
 
 
-def test_the_librarys_thread_does_not_enter_the_locked_driver(node: Node, tmp_path: Path) -> None:
+@_WITH_CORES
+def test_the_librarys_thread_does_not_enter_the_locked_driver(node: Node, group: Group) -> None:
     """It gives the turn back, although the work that was launched before has not ended, and it has not looked at it since."""
-    containers = [Container(tmp_path / str(number), share_percent=50) for number in range(2)]
-    node.arbitrate(containers)
-    tenant, agent = _with_memory(node, containers[0]), node.start()
-    with _pages(containers[0]) as files:
-        tenant.send("work second 100 1")
-        while files.slots()[0].gpus[0].launches < 2:  # after the one that loads the code
-            time.sleep(0.001)
-        files.suspend()
-        _step(agent, "lock", tenant)
-        while containers[0].wants_or_has_work():
-            time.sleep(0.001)
-        assert _with_memory(node, containers[1]).ask("work products 100 1")[0] == 0
-        _step(agent, "unlock", tenant)
-        files.resume()
-        assert tenant.answer()[0] == 0
-        assert tenant.ask("work products 100 1")[0] == 0
+    other, container = node.container(50), group.container
+    node.arbitrate([container, other])
+    tenant = group.tenant()
+    tenant.send("work second 100 1")
+    while container.use.slot[0].gpu[0].launches < 2:  # after the one that loads the code
+        time.sleep(0.001)
+    group.files.suspend()
+    group.step("lock", tenant)
+    while container.turn.gpu[0].word[0] & 3:  # wants the turn, or has work
+        time.sleep(0.001)
+    assert _with_memory(node, other).ask("work products 100 1")[0] == 0
+    group.step("unlock", tenant)
+    group.files.resume()
+    assert tenant.answer()[0] == 0
+    assert tenant.ask("work products 100 1")[0] == 0
 
 
-def test_what_a_suspended_container_says_of_its_work_counts_for_nothing(node: Node, tmp_path: Path) -> None:
+@_WITH_CORES
+def test_what_a_suspended_container_says_of_its_work_counts_for_nothing(node: Node, group: Group) -> None:
     """As a thread that entered the driver too late, which says so until the resume."""
-    containers = [Container(tmp_path / str(number), share_percent=50) for number in range(2)]
-    arbiter = node.arbitrate(containers)
-    with _pages(containers[0]) as files:
-        files.suspend()
-        time.sleep(0.1)
-        claim_work(containers[0].page("turn"), seconds=10)
-        assert _with_memory(node, containers[1]).ask("work products 300 1")[0] == 0
+    other = node.container(50)
+    arbiter = node.arbitrate([group.container, other])
+    group.suspend()
+    group.container.claim_work(seconds=10)
+    assert _with_memory(node, other).ask("work products 300 1")[0] == 0
     assert (arbiter.figures()[0], arbiter.waited_seconds()[0]) == ((0, 0, 0), 0)
 
 
 @pytest.mark.parametrize("until", _STEPS)
-def test_a_tenant_that_dies_in_any_state_leaves_the_others_of_its_container(node: Node, tmp_path: Path, until: str) -> None:
-    container = Container(tmp_path / "0", limit_bytes=4 * _GIB)
-    dying, other, agent = _with_memory(node, container), _with_memory(node, container), node.start()
-    with _pages(container) as files:
-        _suspend(agent, files, dying, other, until=until)
-        dying.send("info")
-        other.send("info")
-        dying.kill()
-        for name in _STEPS[_STEPS.index(until) + 1 :]:
-            _step(agent, name, other)
-        files.resume()
-        assert other.answer()[0] == 0
-        assert other.ask(f"grab alloc {_GIB} {2 * _GIB}") == (0, 2 * _GIB, 0)  # what the dead one had is free
+def test_a_tenant_that_dies_in_any_state_leaves_the_others_of_its_container(group: Group, until: str) -> None:
+    dying, other = group.tenant(), group.tenant()
+    group.suspend(dying, other, until=until)
+    dying.send("info")
+    other.send("info")
+    dying.kill()
+    for name in _STEPS[_STEPS.index(until) + 1 :]:
+        group.step(name, other)
+    group.files.resume()
+    assert other.answer()[0] == 0
+    assert other.ask(f"grab alloc {_GIB} {2 * _GIB}") == (0, 2 * _GIB, 0)  # what the dead one had is free
 
 
 @pytest.mark.parametrize(("milliseconds", "asked"), [(4_000, 1), (0, 1)], ids=["by-command", "on-demand"])
 def test_neighbours_keep_their_shares_and_waiting_for_the_resume_is_no_waiting_for_turns(
-    node: Node, tmp_path: Path, milliseconds: int, asked: int
+    node: Node, milliseconds: int, asked: int
 ) -> None:
     """One is suspended after 2 of 10 seconds; with a ceiling of 100, the other gets its time."""
-    containers = [Container(tmp_path / "0", share_percent=25), Container(tmp_path / "1", share_percent=75, ceiling_percent=100)]
-    arbiter = node.arbitrate(containers)
-    tenants = [node.start(container, clock=True) for container in containers]
+    containers = [node.container(25), node.container(75, 100)]
+    arbiter, tenants = node.arbitrated(containers)
     for tenant in tenants:
-        assert tenant.ask("init 0")[0] == 0
         tenant.send("work products 10000 3")
     agent = node.start(clock=True)
-    agent.send(f"suspend {tenants[0].pid} 2000 {milliseconds} 3 {containers[0].folder / 'pages'}")
+    agent.send(f"suspend {tenants[0].pid} 2000 {milliseconds} 3 {containers[0].place}")
     held = [100 * gpu / elapsed for result, gpu, elapsed in (tenant.answer() for tenant in tenants) if result == 0]
     assert agent.answer() == (0, asked, 2)
     suspended = milliseconds / 10_000 + 0.01  # with the 100 ms before the lock
@@ -258,13 +238,12 @@ def test_neighbours_keep_their_shares_and_waiting_for_the_resume_is_no_waiting_f
     assert arbiter.waited_seconds()[0] == pytest.approx(7.5 * (1 - suspended), abs=0.4)
 
 
-def test_a_tenant_that_limits_itself_is_not_charged_for_the_time(node: Node, tmp_path: Path) -> None:
+def test_a_tenant_that_limits_itself_is_not_charged_for_the_time(node: Node) -> None:
     """No arbiter runs. It had work when it was suspended."""
-    container = Container(tmp_path / "0", share_percent=50)
-    tenant, agent = node.start(container, clock=True), node.start(clock=True)
-    assert tenant.ask("init 0")[0] == 0
+    container = node.container(50)
+    tenant, agent = node.started(container), node.start(clock=True)
     tenant.send("work products 10000 2")
-    agent.send(f"suspend {tenant.pid} 2000 4000 2 {container.folder / 'pages'}")
+    agent.send(f"suspend {tenant.pid} 2000 4000 2 {container.place}")
     result, gpu, elapsed = tenant.answer()
     assert agent.answer()[0] == result == 0
     assert 100 * gpu / elapsed == pytest.approx(50 * (1 - 0.41), abs=3)
@@ -275,7 +254,7 @@ async def test_a_resume_that_lacks_memory_for_one_process_moves_the_other_out_ag
 ) -> None:
     """The driver restores the first process and has too little memory for the second one. As on an H200, it can't restore that one later
     either; then the first one runs on."""
-    container, other = Container(tmp_path / "0"), Container(tmp_path / "1")
+    container, other = node.container(), node.container()
     first, second, neighbour = (_with_memory(node, each) for each in (container, container, other))
     pids = [first.pid, second.pid]
     monkeypatch.setenv("FAKE_GPU", node.environment(limited=False)["FAKE_GPU"])
