@@ -1,13 +1,15 @@
 """The backend on real files, with real processes on the other side of the region."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import stat
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -48,48 +50,73 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@dataclass
+class Place:
+    """A backend, and the region of its container."""
+
+    folder: Path
+    library: Path
+    client: Client
+    clock: Clock
+    backend: HamiCore
+    region: Path
+
+    def agent(self) -> HamiCore:
+        """Another process of the agent."""
+        return make_backend(self.folder, self.library, self.clock)
+
+    def run(self, *commands: object) -> list[str]:
+        return self.client.run(self.region, *commands)
+
+    def process(self, *commands: object) -> contextlib.AbstractContextManager[int]:
+        return self.client.process(self.region, *commands)
+
+    def limits(self) -> str:
+        return self.run("show")[0]
+
+    def read(self) -> RegionView:
+        with closing(RegionFile.open_in(self.region.parent)) as region:
+            return region.read()
+
+    async def adjust(self, *pids: int) -> Mapping[str, str]:
+        return await self.backend.adjust([running(pids=pids)])
+
+    async def observe(self, *pids: int, gpu_pids: Sequence[int] = ()) -> Sequence[Finding]:
+        return await self.backend.observe([running(pids=pids, gpu_pids=gpu_pids)])
+
+    def until_one_waits(self) -> None:
+        while self.read().postinit_waiters == 0:
+            time.sleep(0.01)
 
 
 @pytest.fixture
-async def backend(tmp_path: Path, library: Path, clock: Clock) -> AsyncIterator[HamiCore]:
-    made = make_backend(tmp_path, library, clock)
+async def unstarted(tmp_path: Path, library: Path, client: Client) -> AsyncIterator[Place]:
+    """Before the container starts."""
+    clock = Clock()
+    made = Place(tmp_path, library, client, clock, make_backend(tmp_path, library, clock), region_of(tmp_path))
     yield made
-    await made.close()
+    await made.backend.close()
 
 
 @pytest.fixture
-async def region(tmp_path: Path, backend: HamiCore) -> Path:
-    """The processes of a tenant that was started."""
-    await backend.start(tenant())
-    return region_of(tmp_path)
+async def place(unstarted: Place) -> Place:
+    await unstarted.backend.start(tenant())
+    return unstarted
 
 
-def codes(findings: object) -> list[str]:
-    assert isinstance(findings, (list, tuple))
-    return [finding.code for finding in findings if isinstance(finding, Finding)]
+@pytest.fixture
+def backend(unstarted: Place) -> HamiCore:
+    return unstarted.backend
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
 
 
 def with_gpu(**fields: int) -> RunningContainer:
     """The container that runs, with other figures of its GPU."""
     (gpu,) = tenant().gpus
     return running(replace(tenant(), gpus=(replace(gpu, **fields),)))
-
-
-def limits_line(client: Client, region: Path) -> str:
-    return client.run(region, "show")[0]
-
-
-def read(folder: Path) -> RegionView:
-    with closing(RegionFile.open_in(region_of(folder).parent)) as region:
-        return region.read()
-
-
-def until_one_waits(folder: Path) -> None:
-    while read(folder).postinit_waiters == 0:
-        time.sleep(0.01)
 
 
 def content(path: str | Path) -> bytes:
@@ -110,10 +137,11 @@ SEEDED = f"magic=19920718 version=1.2 memory={MEMORY_BYTES} cores={CORES} switch
 # -- what the container gets -----------------------------------------------------------------------------------------------
 
 
-async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: HamiCore) -> None:
-    port: Backend = backend
+async def test_the_core_call_brings_all_but_the_memory(unstarted: Place) -> None:
+    port: Backend = unstarted.backend
     answer = port.prepare(tenant(), "core")
     await port.start(tenant())
+    assert port.prepare(tenant(), "core") == answer == unstarted.agent().prepare(tenant(), "core")
     assert answer.envs == {
         "CUDA_DEVICE_SM_LIMIT_0": "30",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": "/usr/local/vgpu/region.cache",
@@ -122,7 +150,7 @@ async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: 
         "LIBCUDA_LOG_LEVEL": "1",
     }
     library, preload, *regions = answer.mounts
-    region = str(region_of(tmp_path))
+    region = str(unstarted.region)
     assert regions == [
         Mount(container_path="/usr/local/vgpu/region.cache", host_path=region),
         Mount(container_path="/tmp/cudevshr.cache", host_path=region),
@@ -136,24 +164,15 @@ async def test_the_core_call_brings_all_but_the_memory(tmp_path: Path, backend: 
 
 
 @pytest.mark.hami_bug("B36, B37: limits apply to another GPU, or to the first one only")
-async def test_several_gpus_are_limited_each_by_its_own_index(tmp_path: Path, backend: HamiCore) -> None:
+async def test_several_gpus_are_limited_each_by_its_own_index(unstarted: Place, backend: HamiCore) -> None:
     share = gpu_share(ID, *TWO_GPUS)
     assert backend.prepare(share, "memory").envs == {"CUDA_DEVICE_MEMORY_LIMIT_0": "2048m", "CUDA_DEVICE_MEMORY_LIMIT_1": "1024m"}
     envs = backend.prepare(share, "core").envs
     assert (envs["CUDA_DEVICE_SM_LIMIT_0"], envs["CUDA_DEVICE_SM_LIMIT_1"]) == ("20", "70")
     await backend.start(share)
-    region = read(tmp_path)
+    region = unstarted.read()
     assert (region.limits_bytes[:3], region.core_limits_percent[:3]) == ((2 << 30, 1 << 30, 0), (20, 70, 100))
     assert await backend.observe([running(share)]) == []
-
-
-async def test_the_response_does_not_depend_on_files_or_on_the_container(
-    tmp_path: Path, library: Path, backend: HamiCore
-) -> None:
-    before = backend.prepare(tenant(), "core")
-    await backend.start(tenant())
-    other = make_backend(tmp_path, library)
-    assert backend.prepare(tenant(), "core") == before == other.prepare(tenant(), "core")
 
 
 async def test_without_settings_it_is_unavailable_and_refuses(tmp_path: Path) -> None:
@@ -189,17 +208,6 @@ async def test_another_library_is_for_new_containers_and_leaves_the_mounts_of_ru
     assert await backend.observe([running()]) == []
 
 
-async def test_a_container_finds_its_library_if_another_one_is_used_before_its_start(
-    tmp_path: Path, library: Path, backend: HamiCore
-) -> None:
-    answer = backend.prepare(tenant(), "core")
-    newer = tmp_path / "newer.so"
-    newer.write_bytes(content(library) + b"newer")
-    backend.supply(newer, sha256(newer.read_bytes()).hexdigest())
-    await backend.start(tenant())
-    assert [content(each.host_path) for each in answer.mounts[:2]] == [content(library), b"/usr/local/vgpu/libvgpu.so\n"]
-
-
 async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Path, library: Path) -> None:
     mine = tmp_path / "libvgpu.so"
     mine.write_bytes(content(library))
@@ -215,9 +223,7 @@ async def test_a_wrong_library_refuses_the_start_and_leaves_nothing(tmp_path: Pa
     assert not region_of(tmp_path).exists()
 
 
-async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[CheckedLibrary] = []
 
     def refusal(library: CheckedLibrary) -> str:
@@ -227,6 +233,7 @@ async def test_a_library_that_does_not_answer_is_not_tried_at_each_start(
     monkeypatch.setattr(backend_module, "refusal", refusal)
     mine = tmp_path / "libvgpu.so"
     build(mine)
+    clock = Clock()
     backend = make_backend(tmp_path, mine, clock)
 
     async def start(number: int) -> None:
@@ -260,46 +267,46 @@ async def test_limits_that_mean_unlimited_are_refused(tmp_path: Path, backend: H
 # -- starts ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_library_side_works_on_a_seeded_region(backend: HamiCore, region: Path, client: Client) -> None:
-    said = client.run(region, "show", "take", "alloc", 900 << 20, "alloc", 200 << 20, "show")
+async def test_the_library_side_works_on_a_seeded_region(place: Place) -> None:
+    said = place.run("show", "take", "alloc", 900 << 20, "alloc", 200 << 20, "show")
     assert said[0] == f"{SEEDED}0"
     assert said[2:] == ["granted", "refused", f"{SEEDED}1"]
-    assert codes(await backend.observe([running()])) == []
+    assert codes(await place.observe()) == []
 
 
-async def test_each_start_has_a_fresh_region(backend: HamiCore, region: Path, client: Client) -> None:
-    first = os.stat(region).st_ino
-    client.run(region, "take", "use", 1 << 29, "raise", 1 << 40, 100)
-    held = os.open(region, os.O_RDONLY)  # as the ended container's mount would: the number is not free to be used again
-    await backend.start(tenant())
-    assert os.stat(region).st_ino != first
+async def test_each_start_has_a_fresh_region(place: Place) -> None:
+    first = os.stat(place.region).st_ino
+    place.run("take", "use", 1 << 29, "raise", 1 << 40, 100)
+    held = os.open(place.region, os.O_RDONLY)  # as the ended container's mount would: the number is not free to be used again
+    await place.backend.start(tenant())
+    assert os.stat(place.region).st_ino != first
     os.close(held)
-    assert mode(region) == 0o666
-    assert limits_line(client, region) == f"{SEEDED}0"
-    assert codes(await backend.observe([running()])) == []
+    assert mode(place.region) == 0o666
+    assert place.limits() == f"{SEEDED}0"
+    assert codes(await place.observe()) == []
 
 
 # -- tampering -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.hami_bug("B34: a tenant removes the library or changes limits")
-async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore, region: Path, client: Client) -> None:
+async def test_a_raised_limit_is_reported_and_reset_each_time(place: Place) -> None:
     for _ in range(2):
-        client.run(region, "raise", 64 << 30, 100, "priority", 0, "switch", 0)
-        assert await backend.observe([running()]) == []
-        assert "memory=68719476736" in limits_line(client, region)  # looking changes nothing
-        await backend.adjust([running()])
-        assert limits_line(client, region) == f"{SEEDED}0"
-        (finding,) = await backend.observe([running()])
+        place.run("raise", 64 << 30, 100, "priority", 0, "switch", 0)
+        assert await place.observe() == []
+        assert "memory=68719476736" in place.limits()  # looking changes nothing
+        await place.adjust()
+        assert place.limits() == f"{SEEDED}0"
+        (finding,) = await place.observe()
         assert (finding.allocation, finding.code) == (ID, "tampered")
         assert finding.message.startswith(
             "team/p (main) changed its limits in HAMi-core's region: memory limit 65536 MiB instead of"
         )
-        assert codes(await backend.observe([running()])) == []
-    client.run(region, "switch", 0)
-    await backend.adjust([running()])
-    assert codes(await backend.observe([running()])) == [], "the switch alone is set back in silence"
-    assert limits_line(client, region) == f"{SEEDED}0"
+        assert codes(await place.observe()) == []
+    place.run("switch", 0)
+    await place.adjust()
+    assert codes(await place.observe()) == [], "the switch alone is set back in silence"
+    assert place.limits() == f"{SEEDED}0"
 
 
 @pytest.mark.parametrize(
@@ -311,203 +318,182 @@ async def test_a_raised_limit_is_reported_and_reset_each_time(backend: HamiCore,
     ids=["burst", "resize"],
 )
 async def test_a_changed_grant_changes_the_limits_and_is_no_tampering_even_if_the_agent_ended_before_the_change(
-    tmp_path: Path,
-    library: Path,
-    backend: HamiCore,
-    region: Path,
-    client: Client,
-    changes: list[dict[str, int]],
-    limits: list[tuple[int, int]],
+    place: Place, changes: list[dict[str, int]], limits: list[tuple[int, int]]
 ) -> None:
     def in_force() -> tuple[int, int]:
-        seen = read(tmp_path)
+        seen = place.read()
         return seen.core_limits_percent[0], seen.limits_bytes[0] >> 20
 
     for change, wanted in zip(changes, limits, strict=True):
-        assert codes(await backend.observe([with_gpu(**change)])) == []
-        assert await backend.adjust([with_gpu(**change)]) == {}
+        assert codes(await place.backend.observe([with_gpu(**change)])) == []
+        assert await place.backend.adjust([with_gpu(**change)]) == {}
         assert in_force() == wanted
-    client.run(region, "raise", 64 << 30, CORES)
-    await backend.adjust([with_gpu(**changes[1])])
-    assert codes(await backend.observe([with_gpu(**changes[1])])) == ["tampered"]
+    place.run("raise", 64 << 30, CORES)
+    await place.backend.adjust([with_gpu(**changes[1])])
+    assert codes(await place.backend.observe([with_gpu(**changes[1])])) == ["tampered"]
     assert in_force() == limits[1]
-    again = make_backend(tmp_path, library, Clock())
+    again = place.agent()
     await again.adjust([with_gpu(**changes[0])])
     assert codes(await again.observe([with_gpu(**changes[0])])) == [], "the former process saved this, and did not write it"
     assert in_force() == limits[0]
     await again.close()
 
 
-async def test_a_limit_that_can_not_be_written_is_not_in_force(backend: HamiCore) -> None:
-    await backend.start(tenant())
+async def test_a_limit_that_can_not_be_written_is_not_in_force(place: Place, backend: HamiCore) -> None:
     unordered = gpu_share(ID, *(replace(gpu, bus_id=None) for gpu in TWO_GPUS))
     assert "does not show the PCI bus id" in (await backend.adjust([running(unordered)]))[ID]
-    assert await backend.adjust([running()]) == {}
+    assert await place.adjust() == {}
 
 
-async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(backend: HamiCore, region: Path, client: Client) -> None:
-    client.run(region, "grow", 1 << 20, "raise", 64 << 30, 100)
-    await backend.adjust([running()])
-    assert limits_line(client, region) == f"{SEEDED}0"
-    assert os.stat(region).st_size == layout.FILE_BYTES
-    findings = await backend.observe([running()])
+async def test_a_file_that_grows_is_cut_and_its_limits_are_restored(place: Place) -> None:
+    place.run("grow", 1 << 20, "raise", 64 << 30, 100)
+    await place.adjust()
+    assert place.limits() == f"{SEEDED}0"
+    assert os.stat(place.region).st_size == layout.FILE_BYTES
+    findings = await place.observe()
     assert codes(findings) == ["tampered", "tampered"]
     assert "the file was 1048576 bytes longer" in findings[0].message
-    client.run(region, "grow", 1)
-    assert codes(await backend.observe([running()])) == ["tampered"]
-    assert os.stat(region).st_size == layout.FILE_BYTES
+    place.run("grow", 1)
+    assert codes(await place.observe()) == ["tampered"]
+    assert os.stat(place.region).st_size == layout.FILE_BYTES
 
 
-async def test_nothing_is_written_while_nothing_differs(backend: HamiCore, region: Path, client: Client) -> None:
-    with client.process(region, "take", "use", 4096) as pid:
-        await backend.adjust([running(pids=[pid])])
-        before = os.stat(region).st_mtime_ns
-        await backend.adjust([running(pids=[pid])])
-        assert os.stat(region).st_mtime_ns == before
+async def test_nothing_is_written_while_nothing_differs(place: Place) -> None:
+    with place.process("take", "use", 4096) as pid:
+        await place.adjust(pid)
+        before = os.stat(place.region).st_mtime_ns
+        await place.adjust(pid)
+        assert os.stat(place.region).st_mtime_ns == before
 
 
 @pytest.mark.parametrize("spoil", [("count", -7), ("count", 1 << 30), ("version", 1, 1), ("magic", 0)])
-async def test_a_corrupt_region_is_reported_once_and_its_limits_are_kept(
-    backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
-) -> None:
-    client.run(region, "raise", 64 << 30, 100, *spoil)
-    await backend.adjust([running()])
-    assert codes(await backend.observe([running()])) == ["tampered", "tampered"]
-    assert f"memory={MEMORY_BYTES} cores={CORES}" in limits_line(client, region)
-    assert codes(await backend.observe([running()])) == []
+async def test_a_corrupt_region_is_reported_once_and_its_limits_are_kept(place: Place, spoil: tuple[object, ...]) -> None:
+    place.run("raise", 64 << 30, 100, *spoil)
+    await place.adjust()
+    assert codes(await place.observe()) == ["tampered", "tampered"]
+    assert f"memory={MEMORY_BYTES} cores={CORES}" in place.limits()
+    assert codes(await place.observe()) == []
 
 
 @pytest.mark.parametrize("spoil", [("truncate", 0), ("truncate", 5000), ("symlink", "/etc/passwd"), ("fifo",)])
-async def test_a_lost_region_is_reported_once_and_not_written(
-    backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
-) -> None:
-    client.run(region, *spoil)
-    there = os.lstat(region)
-    (finding,) = await backend.observe([running(gpu_pids=[1])])
+async def test_a_lost_region_is_reported_once_and_not_written(place: Place, spoil: tuple[object, ...]) -> None:
+    place.run(*spoil)
+    there = os.lstat(place.region)
+    (finding,) = await place.observe(gpu_pids=[1])
     assert finding.code == "broken"
     assert "restart the container" in finding.message
     for _ in range(4):
-        assert (await backend.adjust([running()])).keys() == {ID}
-        assert codes(await backend.observe([running(gpu_pids=[1])])) == []
-    assert (os.lstat(region).st_ino, os.lstat(region).st_size) == (there.st_ino, there.st_size)
-    await backend.start(tenant())
-    assert limits_line(client, region) == f"{SEEDED}0"
-    assert codes(await backend.observe([running()])) == []
+        assert (await place.adjust()).keys() == {ID}
+        assert codes(await place.observe(gpu_pids=[1])) == []
+    assert (os.lstat(place.region).st_ino, os.lstat(place.region).st_size) == (there.st_ino, there.st_size)
+    await place.backend.start(tenant())
+    assert place.limits() == f"{SEEDED}0"
+    assert codes(await place.observe()) == []
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_process_gets_its_host_number(tmp_path: Path, backend: HamiCore, region: Path, client: Client) -> None:
-    with client.process(region, "take") as unknown, client.process(region, "take", "host", 4_000_000) as strange:
-        await backend.adjust([running(pids=[unknown, strange])])
-        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(unknown, unknown), (strange, strange)]
-        assert codes(await backend.observe([running(pids=[unknown, strange], gpu_pids=[unknown, strange])])) == []
+async def test_a_process_gets_its_host_number(place: Place) -> None:
+    with place.process("take") as unknown, place.process("take", "host", 4_000_000) as strange:
+        await place.adjust(unknown, strange)
+        assert [(slot.pid, slot.hostpid) for slot in place.read().slots] == [(unknown, unknown), (strange, strange)]
+        assert codes(await place.observe(unknown, strange, gpu_pids=[unknown, strange])) == []
 
 
-async def test_a_process_without_a_slot_is_reported_once_after_three_checks(
-    backend: HamiCore, region: Path, client: Client
-) -> None:
-    with client.process(region, "take") as known, client.process(region, "show") as past:
+async def test_a_process_without_a_slot_is_reported_once_after_three_checks(place: Place) -> None:
+    with place.process("take") as known, place.process("show") as past:
         now = running(pids=[known, past], gpu_pids=[known, past])
-        found = [await backend.observe([now]) for _ in range(5)]
+        found = [await place.backend.observe([now]) for _ in range(5)]
         assert [codes(each) for each in found] == [[], [], ["unregistered"], [], []]
         assert f"in process {past}:" in found[2][0].message
-        await backend.observe([running(pids=[known])])  # it released its context
-        assert [codes(await backend.observe([now])) for _ in range(3)] == [[], [], ["unregistered"]]
+        await place.backend.observe([running(pids=[known])])  # it released its context
+        assert [codes(await place.backend.observe([now])) for _ in range(3)] == [[], [], ["unregistered"]]
 
 
-async def test_a_process_is_identified_by_its_host_pid_alone(backend: HamiCore, region: Path, client: Client) -> None:
+async def test_a_process_is_identified_by_its_host_pid_alone(place: Place) -> None:
     gone = 4_000_000_000 >> 1  # above every host pid: its pid in the container is unknown
-    client.run(region, "take", "host", gone)
-    assert [codes(await backend.observe([running(gpu_pids=[gone])])) for _ in range(3)] == [[], [], []]
+    place.run("take", "host", gone)
+    assert [codes(await place.observe(gpu_pids=[gone])) for _ in range(3)] == [[], [], []]
 
 
-async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
-) -> None:
-    with client.process(region, "take", "lock") as killed, client.process(region, "take", "lock") as slow:
-        await backend.adjust([running(pids=[killed, slow])])
+async def test_the_lock_of_a_killed_writer_is_ended_after_two_seconds(place: Place) -> None:
+    with place.process("take", "lock") as killed, place.process("take", "lock") as slow:
+        await place.adjust(killed, slow)
         os.kill(killed, signal.SIGKILL)
-        await backend.adjust([running(pids=[slow])])
-        clock.now += 1.9
-        await backend.adjust([running(pids=[slow])])
-        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, True), (slow, True)]
-        clock.now += 0.2
-        await backend.adjust([running(pids=[slow])])
-        assert [(slot.pid, slot.stuck) for slot in read(tmp_path).slots] == [(killed, False), (slow, True)]
+        await place.adjust(slow)
+        place.clock.now += 1.9
+        await place.adjust(slow)
+        assert [(slot.pid, slot.stuck) for slot in place.read().slots] == [(killed, True), (slow, True)]
+        place.clock.now += 0.2
+        await place.adjust(slow)
+        assert [(slot.pid, slot.stuck) for slot in place.read().slots] == [(killed, False), (slow, True)]
 
 
 @pytest.mark.parametrize("spoil", [("host", 0), ("host", 0, "search"), ("host", 4_000_000, "lock")])
 async def test_a_container_that_writes_its_host_pid_all_the_time_is_reported_once(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, spoil: tuple[object, ...]
+    place: Place, spoil: tuple[object, ...]
 ) -> None:
     """Also while it writes that the library looks for the pid, or that its slot is being written."""
-    with client.process(region, "take", *spoil) as pid:
-        now, spoilt, found = running(pids=[pid]), content(region), list[Finding]()
+    with place.process("take", *spoil) as pid:
+        now, spoilt, found = running(pids=[pid]), content(place.region), list[Finding]()
         for checks in range(1, CHECKS_WRONG_HOST + 5):
-            await asyncio.to_thread(region.write_bytes, spoilt)
-            await backend.adjust([now])
-            found += await backend.observe([now])
+            await asyncio.to_thread(place.region.write_bytes, spoilt)
+            await place.backend.adjust([now])
+            found += await place.backend.observe([now])
             assert (codes(found) == ["tampered"]) is (checks >= CHECKS_WRONG_HOST)
         assert f"host pid {spoil[1]} of process {pid} instead of {pid} at {CHECKS_WRONG_HOST} checks" in found[0].message
-        assert [(slot.pid, slot.hostpid) for slot in read(tmp_path).slots] == [(pid, pid)]
+        assert [(slot.pid, slot.hostpid) for slot in place.read().slots] == [(pid, pid)]
 
 
-async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
-) -> None:
-    with client.process(region, "take", "search") as killed, client.waiting(region, "take") as waiter:
-        until_one_waits(tmp_path)
+async def test_processes_wait_five_seconds_for_one_that_was_killed_in_its_start(place: Place) -> None:
+    with place.process("take", "search") as killed, place.client.waiting(place.region, "take") as waiter:
+        place.until_one_waits()
         now = running(pids=[killed, waiter.pid])
-        await backend.adjust([now])
-        clock.now += 6
-        await backend.adjust([now])  # the holder runs: two processes have no host pid, one of them waits
-        assert read(tmp_path).postinit == 0
+        await place.backend.adjust([now])
+        place.clock.now += 6
+        await place.backend.adjust([now])  # the holder runs: two processes have no host pid, one of them waits
+        assert place.read().postinit == 0
         os.kill(killed, signal.SIGKILL)
         now = running(pids=[waiter.pid])
-        await backend.adjust([now])
+        await place.backend.adjust([now])
         assert waiter.stdout is not None
         assert waiter.stdout.readline() == f"slot 1 process {waiter.pid}\n"
-    (finding,) = await backend.observe([now])
+    (finding,) = await place.backend.observe([now])
     assert (finding.code, "was killed while HAMi-core started in it" in finding.message) == ("broken", True)
-    assert read(tmp_path).postinit == 1
+    assert place.read().postinit == 1
 
 
-async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(
-    tmp_path: Path, backend: HamiCore, region: Path, client: Client, clock: Clock
-) -> None:
-    with client.process(region, "take", "search") as first:
-        await backend.adjust([running(pids=[first])])
-        clock.now += 29
-        with client.waiting(region, "take") as second:
-            until_one_waits(tmp_path)
+async def test_a_semaphore_that_changes_hands_is_left_alone_and_none_is_kept_for_ever(place: Place) -> None:
+    with place.process("take", "search") as first:
+        await place.adjust(first)
+        place.clock.now += 29
+        with place.client.waiting(place.region, "take") as second:
+            place.until_one_waits()
             now = running(pids=[first, second.pid])
             for seconds in (0, 29):
-                clock.now += seconds
-                await backend.adjust([now])
-                assert read(tmp_path).postinit == 0
-            clock.now += 2
-            await backend.adjust([now])
+                place.clock.now += seconds
+                await place.backend.adjust([now])
+                assert place.read().postinit == 0
+            place.clock.now += 2
+            await place.backend.adjust([now])
             assert second.wait(timeout=60) == 0
 
 
 # -- lives of the agent ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_restarted_agent_takes_over_regions(
-    tmp_path: Path, library: Path, backend: HamiCore, region: Path, client: Client
-) -> None:
-    await backend.close()
-    inode = os.stat(region).st_ino
-    client.run(region, "raise", 64 << 30, 100)
-    again = make_backend(tmp_path, library)
+async def test_a_restarted_agent_takes_over_regions(place: Place) -> None:
+    await place.backend.close()
+    inode = os.stat(place.region).st_ino
+    place.run("raise", 64 << 30, 100)
+    again = place.agent()
     not_started = tenant("ffffffffffffffff")
     await again.recover([tenant(), not_started])
     assert set(again.remains()) == {ID}
     await again.adjust([running()])
     assert codes(await again.observe([running()])) == []
-    assert (limits_line(client, region), os.stat(region).st_ino) == (f"{SEEDED}0", inode)
+    assert (place.limits(), os.stat(place.region).st_ino) == (f"{SEEDED}0", inode)
     await again.close()
 
 
@@ -543,15 +529,15 @@ async def test_a_folder_that_is_gone_or_unreadable(tmp_path: Path, backend: Hami
     await backend.recover([tenant("ffffffffffffffff")])
 
 
-async def test_starts_and_checks_leave_no_open_files(backend: HamiCore, region: Path) -> None:
+async def test_starts_and_checks_leave_no_open_files(place: Place) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        await backend.start(tenant())
-        await backend.observe([running()])
+        await place.backend.start(tenant())
+        await place.observe()
     assert len(os.listdir("/proc/self/fd")) == before
-    await backend.close()
+    await place.backend.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
-    assert stat.S_ISREG(os.stat(region).st_mode)  # the container goes on
+    assert stat.S_ISREG(os.stat(place.region).st_mode)  # the container goes on
 
 
 def word(path: Path, value: int | None = None) -> int:

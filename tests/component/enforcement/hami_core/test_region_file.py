@@ -1,7 +1,8 @@
-"""A region's file: created for all users, readable with any content, written only where and while it is ours."""
+"""A region's file: as C has it, created for all users, readable with any content, written only where and while it is ours."""
 
 import os
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from gpumgr.enforcement.hami_core import layout
 from gpumgr.enforcement.hami_core.region import FILE_NAME, RegionFile, limits, seed
+from tests.component.enforcement.hami_core.harness import SOURCES, Client
 from tests.shares import shared_gpu
 
 CONTENT = seed(limits([shared_gpu()]))
@@ -149,3 +151,24 @@ def test_no_bytes_stop_the_agent(data: st.DataObject, fill: int) -> None:
             with pytest.raises(OSError, match=f"it has {size} bytes"):
                 region.read()
         region.close()
+
+
+# -- a C compiler agrees with our table, and a region made in C with our seed -------------------------------------------------
+
+
+def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
+    program = tmp_path / "region_layout"
+    subprocess.run(["cc", "-Wall", "-Wextra", "-Werror", "-o", program, SOURCES / "region_layout.c"], check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert printed.splitlines() == [
+        f"{name} {getattr(layout, name)}" for name in (line.split()[0] for line in printed.splitlines())
+    ]
+    assert len(printed.splitlines()) == 15
+
+
+@pytest.mark.parametrize(("memory_bytes", "cores"), [(1 << 28, 1), (5 << 30, 30), (141 << 30, 99)])
+def test_the_seed_is_what_c_makes(client: Client, tmp_path: Path, memory_bytes: int, cores: int) -> None:
+    client.run(tmp_path / "region", "create", memory_bytes, cores)
+    ours = seed(limits([shared_gpu(memory_bytes=memory_bytes, cores=cores)]))
+    assert len(ours) == layout.FILE_BYTES
+    assert ours == (tmp_path / "region").read_bytes()
