@@ -67,11 +67,11 @@ def main(words: Sequence[str]) -> None:
         print(_HELP + multiuser + (_HELP_3 if protocol == 3 and newer else ""))
     elif protocol == 3 and not newer:
         _fail("Unrecognized option: -p")
-    elif "-d" in words or "-f" in words:
-        options = [word for word in words if word not in ("-d", "-f")]
+    elif "-d" in words:
+        options = [word for word in words if word != "-d"]
         if unknown := [word for word in options if not behaviour("multiuser", True) or word != _MULTIUSER[protocol]]:
             _fail(f"unrecognized option '{unknown[0]}'")
-        start(protocol, bool(options), foreground="-f" in words)
+        start(protocol, bool(options))
     elif words:
         talk(["quit"] if words == ["-q"] else words)
     else:
@@ -142,7 +142,7 @@ def attach() -> None:
     sys.stdin.read()
 
 
-def start(protocol: int, multiuser: bool, *, foreground: bool) -> NoReturn:
+def start(protocol: int, multiuser: bool) -> NoReturn:
     if (text := behaviour("refuse_start", None)) is not None:
         _fail(text)
     if _connect("control") is not None:
@@ -153,8 +153,6 @@ def start(protocol: int, multiuser: bool, *, foreground: bool) -> NoReturn:
     os.set_inheritable(tell, True)
     daemon = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fake_mps_daemon.py")
     argv = [sys.executable, "-S", daemon, str(protocol), str(int(multiuser)), str(tell)]
-    if foreground:
-        os.execv(sys.executable, argv)
     if os.fork():
         os.close(tell)
         sys.exit(0 if os.read(ready, 1) else 1)

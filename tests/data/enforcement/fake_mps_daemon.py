@@ -121,10 +121,6 @@ class Daemon:
 
     def serve(self, tell: int) -> None:
         """Writes a byte to the descriptor `tell` when it can be spoken to, and returns after `quit`."""
-        shm = os.stat("/dev/shm")
-        settings = {key: value for key, value in os.environ.items() if key.startswith("CUDA_")}
-        facts = {"argv": sys.argv, "env": settings, "shm": [shm.st_dev, shm.st_ino]}
-        (LOG / "fake.json").write_text(json.dumps(facts))
         if not (PIPE / "log").exists():
             os.mkfifo(PIPE / "log")
         self._listen(PIPE / "control", "default")
@@ -314,15 +310,6 @@ class Daemon:
             case ["namespace", "set", name]:
                 self._limit(self._namespace(owner, name).limits, options)
                 return f"Database updated for server '{owner}' namespace '{name}'"
-            case ["namespace", "get", name, of, key]:
-                limits = self._namespace(of, name).limits
-                folder, shown = str(PIPE / of / name), _shown(limits.memory)
-                values = {
-                    "active-thread-percentage": f"{limits.percentage:.2f}",
-                    "pinned-memory-limit": shown,
-                    "pipe-directory": folder,
-                }
-                return values[key]
             case ["client", "list"]:
                 known = [s for s in self.servers.values() if owner in ("", s.name)]
                 return _rendered(((pid, s.name, 0, space, "a program") for s in known for pid, space in s.clients.items()), style)

@@ -21,6 +21,7 @@ from gpumgr.common.units import RESOURCES
 from gpumgr.enforcement.backend import Backend
 from gpumgr.enforcement.mps import processes
 from gpumgr.enforcement.mps.backend import Mps
+from gpumgr.enforcement.mps.daemon import Daemon
 from gpumgr.enforcement.mps.folders import DaemonRecords, GpuFolder
 from gpumgr.ledger.answer import ContainerResponse, merged
 from gpumgr.ledger.gpu_share import GpuShare
@@ -76,6 +77,12 @@ class Unhurried(Mps):
         while self._supervisor is not None and (looks := [*self._supervisor._tasks.values(), *self._supervisor._trials.values()]):
             await asyncio.wait(looks)
 
+    @property
+    def daemon(self) -> Daemon:
+        """The only one."""
+        (daemon,) = self.daemons()
+        return daemon
+
     def give_up_after(self, seconds: float) -> None:
         """From now on a command of the control program is; it is a process, which on a busy machine takes its time."""
         self.timeout_seconds = seconds
@@ -112,6 +119,13 @@ class Place:
         await backend.start(tenant())
         return backend
 
+    async def restarted(self, old: Mps, *containers: GpuShare, **different: Any) -> Unhurried:
+        """The agent process that follows. `containers` run."""
+        await old.close()
+        backend = await self.agent(**different)
+        await backend.recover(containers)
+        return backend
+
     def settings(self, **different: Any) -> dict[str, Any]:
         named: dict[str, Any] = {"control_program": str(self.program), "idle_seconds": IDLE_SECONDS} | {
             key: different.pop(key) for key in MpsSettings.__struct_fields__ if key in different
@@ -143,10 +157,14 @@ class Place:
         self._pids |= {found[0], *children(found[0])}
         return found[0]
 
-    async def kill_daemon(self) -> int:
-        """As a crash; returns when it has gone."""
+    def running_daemon(self) -> int:
         pid = self.daemon_pid()
         assert pid is not None
+        return pid
+
+    async def kill_daemon(self) -> int:
+        """As a crash; returns when it has gone."""
+        pid = self.running_daemon()
         os.kill(pid, signal.SIGKILL)
         await until(lambda: start_time_ticks(pid) is None)
         return pid
@@ -172,6 +190,11 @@ class Place:
         got: Mapping[str, Any] = json.loads(await process.stdout.readline())
         self.daemon_pid()
         return process.pid, got
+
+    async def limits(self, backend: Backend, tenant: GpuShare, **other: str) -> tuple[float, int]:
+        """Percent of the cores and bytes of memory that a CUDA program of this tenant gets."""
+        _, got = await self.attach(backend, tenant, **other)
+        return got["percentage"], got["memory"]
 
     async def detach(self) -> None:
         for process in self._attached:

@@ -63,7 +63,7 @@ async def test_the_idle_time_begins_with_the_end_of_the_last_container(place: Pl
 
 async def test_a_container_that_comes_while_the_end_waits_keeps_the_daemon(place: Place) -> None:
     backend = await place.started(idle_seconds=0.0)
-    (daemon,) = backend.daemons()
+    daemon = backend.daemon
     known = set[str]()
     async with daemon.lock:  # an admission, say
         ending = asyncio.create_task(backend.tend(lambda: known))
@@ -88,41 +88,29 @@ async def test_cleanup_does_not_need_the_daemon(place: Place) -> None:
     await backend.cleanup("a1")
     assert backend.remains() == set()
     await backend.start(tenant("b2"))
-    pid = place.daemon_pid()
-    assert pid is not None
+    assert place.daemon_pid() is not None
     place.behave(garbage="?")
     await backend.cleanup("b2")
     assert backend.remains() == set()
 
 
-async def test_a_mode_that_cannot_be_given_back_is_tried_again(place: Place) -> None:
-    backend = await place.started(idle_seconds=0.0)
-    await backend.cleanup("a1")
-    place.modes.broken = "Unknown Error"
-    await place.pass_time(backend)
-    assert place.former_mode() == 0
-    assert await backend.tend(set) == CHECK_SECONDS
-    with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -i GPU-\S+ -c 0`"):
-        await backend.vacate([UUID])
-    place.modes.broken = None
-    await place.pass_time(backend)
-    assert (place.modes.now, place.folder.root.exists()) == ({UUID: 0}, False)
-
-
-async def test_a_daemon_that_could_not_be_ended_whole_is_not_started_for_ended_containers(place: Place) -> None:
+async def test_a_daemon_whose_gpu_keeps_its_mode_is_ended_again_and_not_started_for_ended_containers(place: Place) -> None:
     """Their records are kept for a while, and the GPU may be lost."""
     backend = await place.started(idle_seconds=0.0)
     place.modes.broken = "GPU is lost"
     with capture_logs() as logged:
         for _ in range(3):
             await backend.tend(set)
+            assert await backend.tend(set) == CHECK_SECONDS
             place.seconds += CHECK_SECONDS
             await backend.adjust(())
     assert [each["event"] for each in logged if each["log_level"] == "warning"] == ["mps_daemon_not_ended"]
-    assert (place.daemon_pid(), backend.restarts(), backend.remains()) == (None, {UUID: 0}, {"a1"})
+    assert (place.daemon_pid(), backend.restarts(), backend.remains(), place.former_mode()) == (None, {UUID: 0}, {"a1"}, 0)
+    with pytest.raises(Refusal, match=r"MPS still uses GPU .* run `nvidia-smi -i GPU-\S+ -c 0`"):
+        await backend.vacate([UUID])
     place.modes.broken = None
     await backend.tend(set)
-    assert (place.modes.now, backend.daemons()) == ({UUID: 0}, [])
+    assert (place.modes.now, backend.daemons(), place.folder.root.exists()) == ({UUID: 0}, [], False)
 
 
 async def test_an_allocation_that_is_made_again_needs_the_daemon_at_once(place: Place) -> None:
@@ -131,7 +119,7 @@ async def test_an_allocation_that_is_made_again_needs_the_daemon_at_once(place: 
     await backend.tend(set)
     await backend.start(tenant())
     pid = place.daemon_pid()
-    backend.daemons()[0].trial.hang = "it hangs"
+    backend.daemon.trial.hang = "it hangs"
     with pytest.raises(Refusal, match=r"replaced when the other containers on it have ended \(1\)"):
         await backend.start(tenant("b2"))
     assert place.daemon_pid() == pid

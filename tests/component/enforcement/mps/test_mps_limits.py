@@ -1,11 +1,14 @@
-"""What tenants get of a daemon; the control program is a fake, all else is real."""
+"""What tenants get of a daemon, also containers without limits; the control program is a fake, all else is real."""
 
 import os
 from pathlib import Path
 
+from gpumgr.enforcement.mps.backend import UnlimitedMps
 from gpumgr.enforcement.mps.commands import ProtocolSetting
 from gpumgr.enforcement.mps.compute_mode import EXCLUSIVE_PROCESS
+from gpumgr.ledger.gpu_share import GpuShare
 from tests.component.enforcement.mps.place import BOTH, GIB, UUID, Place, own, running, tenant
+from tests.shares import gpu_share, shared_gpu
 
 
 @BOTH
@@ -15,8 +18,7 @@ async def test_first_use_starts_a_daemon_that_keeps_the_limits(place: Place, set
     assert backend.limits == {"core": "hard" if setting == "3" else "soft", "memory": "soft"}
     assert place.daemon_pid() is None
     await backend.start(tenant())
-    pid = place.daemon_pid()
-    assert pid is not None
+    pid = place.running_daemon()
     assert os.getsid(pid) != os.getsid(0)
     assert place.modes.now == {UUID: EXCLUSIVE_PROCESS}
     _, got = await place.attach(backend, tenant())
@@ -32,11 +34,9 @@ async def test_two_containers_share_a_daemon_and_the_larger_is_not_bounded_by_th
     await place.attach(backend, small)  # now a server runs, with the small one's bound
     await backend.start(large)
     assert place.daemon_pid() == pid
-    _, got = await place.attach(backend, large)
-    assert (got["percentage"], got["memory"]) == (60, 4 * GIB)
+    assert await place.limits(backend, large) == (60, 4 * GIB)
     await backend.cleanup("b2")
-    _, got = await place.attach(backend, large)
-    assert (got["percentage"], got["memory"]) == (20, GIB)
+    assert await place.limits(backend, large) == (20, GIB)
 
 
 async def test_in_protocol_3_a_container_cannot_choose_other_limits(place: Place) -> None:
@@ -85,3 +85,50 @@ async def test_a_running_container_without_files_is_reported(place: Place, tmp_p
     assert (finding.allocation, finding.code) == ("lost", "broken")
     empty = await place.agent(run_dir=tmp_path, state_dir=tmp_path / "state")
     assert set(empty.remains()) == set()
+
+
+# -- containers without limits ------------------------------------------------------------------------------------------------
+
+
+OPEN = gpu_share("open", shared_gpu(UUID, cores=5, total_bytes=80 * GIB), pod=("demo", "pod-open"))
+
+
+def ignore(_tenant: GpuShare, _message: str) -> None:
+    """A daemon without a listener."""
+
+
+@BOTH
+async def test_an_exempt_container_has_all_of_the_gpu_and_the_others_their_limits(place: Place, setting: ProtocolSetting) -> None:
+    told: list[tuple[str, str]] = []
+    mps = await place.agent(protocol=setting)
+    exempt = UnlimitedMps(mps, lambda who, message: told.append((who.allocation, message)))
+    await mps.start(tenant("a1"))
+    pid = place.daemon_pid()
+    await exempt.start(OPEN)
+    assert place.daemon_pid() == pid
+    assert [(who, "keeps container main within its 5 cores" in message) for who, message in told] == [("open", True)]
+    assert await place.limits(exempt, OPEN) == (100, 80 * GIB)
+    assert await place.limits(mps, tenant("a1")) == (30, 3 * GIB)
+    assert (exempt.limits, exempt.remains(), exempt.own_pids({1: 1})) == ({}, (), ())
+    assert mps.remains() == {"a1", "open"}
+    await place.kill_daemon()
+    new = await place.restarted(mps, protocol=setting)
+    assert await place.limits(UnlimitedMps(new, ignore), OPEN) == (100, 80 * GIB)
+
+
+async def test_an_exempt_container_gets_a_finding_for_a_broken_daemon_only(place: Place) -> None:
+    place.behave(protocols=[2])
+    mps = await place.agent(exclusive_process=False)
+    exempt = UnlimitedMps(mps, ignore)
+    await mps.start(tenant("a1"))
+    await exempt.start(OPEN)
+    look, other = [running(OPEN, 1, gpu=(1,))], [running(tenant("a1"), 1, gpu=(1,))]
+    for _ in range(4):
+        await place.pass_time(mps)
+        found = await mps.observe(other)
+        assert list(await exempt.observe(look)) == []
+    assert [finding.code for finding in found] == ["unregistered"], "the others keep their findings"
+    place.behave(protocols=[2], garbage="?")
+    await place.pass_time(mps)
+    (finding,) = await exempt.observe(look)
+    assert (finding.allocation, finding.code) == ("open", "broken")

@@ -1,7 +1,6 @@
 """Texts to and from NVIDIA's control program."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -56,43 +55,11 @@ def test_a_refusal_of_protocol_2_is_recognized_by_its_text(output: str) -> None:
     assert commands.refusal_in(command, "4711\n4712\n") is None
 
 
-def test_the_daemon_sees_one_gpu_and_its_own_folders() -> None:
-    assert commands.environment(2, "GPU-1", Path("/p"), Path("/l")) == {
-        "CUDA_VISIBLE_DEVICES": "GPU-1",
-        "CUDA_MPS_PIPE_DIRECTORY": "/p",
-        "CUDA_MPS_LOG_DIRECTORY": "/l",
-        "CUDA_MPS_PROTOCOL_VERSION": "2",
-    }
-
-
-def test_the_outer_bound_counts_for_servers_that_run_too() -> None:
-    assert [each.text for each in commands.set_bound(None, 40, 3 * GIB)] == [
-        "set_default_active_thread_percentage 40\n",
-        "set_default_device_pinned_mem_limit 0 3072M\n",
-    ]
-    assert [each.text for each in commands.set_bound(77, 40, 3 * GIB)] == [
-        "set_active_thread_percentage 77 40\n",
-        "set_device_pinned_mem_limit 77 0 3072M\n",
-    ]
-
-
-def test_the_outer_bound_can_be_read() -> None:
-    assert commands.bounds_of([77]).text == "get_active_thread_percentage 77\nget_device_pinned_mem_limit 77 0\n"
-    both = commands.bounds_of([None])
-    assert str(both) == "get_default_active_thread_percentage; get_default_device_pinned_mem_limit 0"
-    assert commands.bounds_of([None, 77]).text == both.text + commands.bounds_of([77]).text
-
-
 def test_each_servers_bounds_are_identified_by_their_number() -> None:
     asked = [None, 77]
     assert commands.parse_bounds(asked, "30.0\n3G\n40.0\n4G\n") == {None: "30.0\n3G", 77: "40.0\n4G"}
     for answer in ("30.0\n3G\nserver 77 is gone\n", "30.0\n3G\n"):  # the latter: it says nothing of one that is gone
         assert commands.parse_bounds(asked, answer) == {}
-
-
-def test_a_namespace_has_both_limits() -> None:
-    words = commands.limit_namespace("ab12", 30, 2 * GIB).words
-    assert words == ("namespace", "set", "ab12", "--server=gpu", "--active-thread-percentage=30", "--pinned-memory-limit=2048M")
 
 
 @pytest.mark.parametrize("name", ["A1", "a-b", "", "a" * 65, "a/b", "a\n"])
