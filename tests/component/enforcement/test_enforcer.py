@@ -98,55 +98,42 @@ class Files(Backend):
         return started.keys() & {17}
 
 
-@dataclass
-class Made:
-    limits: Enforcer
-    files: Files
-    clock: Clock
-    told: list[str]
-    used: set[str]
-    others_on_gpus: list[tuple[str, tuple[str, ...]]]
-    #: Why the host's processes can't be looked at.
-    blind: list[OSError]
+class Node:
+    """An enforcer with one mechanism beside "none"."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        setting: Literal["auto", "mps", "hami-core", "none"] = "auto",
+        overrides: Sequence[str] = (),
+        with_cdi: bool = False,
+        mechanism: BackendName = "mps",
+    ) -> None:
+        (folder / "mps").mkdir()
+        self.files, self.cdi_dir = Files(folder / "mps", name=mechanism), folder / "cdi"
+        self.clock, self.told, self.used = Clock(), list[str](), set[str]()
+        self.others_on_gpus = list[tuple[str, tuple[str, ...]]]()
+        #: Why the host's processes can't be looked at.
+        self.blind: OSError | None = None
+        self.limits = Enforcer(
+            [self.files, Unlimited(lambda _tenant, message: self.told.append(message))],
+            EnforcementSettings(
+                backend=setting, overrides=tuple(overrides), cdi_dir=self.cdi_dir, injection="cdi" if with_cdi else "mounts"
+            ),
+            in_use=self._in_use,
+            others_on_gpus=lambda _: self.others_on_gpus,
+            clock=self.clock,
+        )
+
+    def _in_use(self, names: Collection[str]) -> Collection[str]:
+        if self.blind is not None:
+            raise self.blind
+        return self.used & set(names)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mps").mkdir()
-    return tmp_path
-
-
-def make(
-    folder: Path,
-    *,
-    setting: Literal["auto", "mps", "hami-core", "none"] = "auto",
-    overrides: Sequence[str] = (),
-    with_cdi: bool = False,
-    mechanism: BackendName = "mps",
-) -> Made:
-    clock, told, used = Clock(), list[str](), set[str]()
-    others_on_gpus = list[tuple[str, tuple[str, ...]]]()
-    files, blind = Files(folder / "mps", name=mechanism), list[OSError]()
-
-    def in_use(names: Collection[str]) -> Collection[str]:
-        if blind:
-            raise blind[0]
-        return used & set(names)
-
-    limits = Enforcer(
-        [files, Unlimited(lambda _tenant, message: told.append(message))],
-        EnforcementSettings(
-            backend=setting, overrides=tuple(overrides), cdi_dir=folder / "cdi", injection="cdi" if with_cdi else "mounts"
-        ),
-        in_use=in_use,
-        others_on_gpus=lambda _: others_on_gpus,
-        clock=clock,
-    )
-    return Made(limits, files, clock, told, used, others_on_gpus, blind)
-
-
-async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
-    made = make(folder, setting="mps")
+async def test_the_answer_has_the_limits_in_it(tmp_path: Path) -> None:
+    made = Node(tmp_path, setting="mps")
     await made.limits.choose()
     assert made.limits.terms(None, share=True) == EnforcementTerms(mechanisms=("mps",))
     core = made.limits.answer(BASE, "core", granted("mps"), tenant())
@@ -157,14 +144,14 @@ async def test_the_answer_has_the_limits_in_it(folder: Path) -> None:
     assert memory.envs == {"MEMORY": str(1 << 30)}
 
 
-async def test_whole_gpus_are_answered_without_limits(folder: Path) -> None:
-    made = make(folder)
+async def test_whole_gpus_are_answered_without_limits(tmp_path: Path) -> None:
+    made = Node(tmp_path)
     assert made.limits.terms(None, share=False) == EnforcementTerms()
     assert made.limits.answer(BASE, "core", granted(), None) == BASE
 
 
-async def test_a_container_of_replicas_has_everything_in_one_response(folder: Path) -> None:
-    made = make(folder, with_cdi=True)
+async def test_a_container_of_replicas_has_everything_in_one_response(tmp_path: Path) -> None:
+    made = Node(tmp_path, with_cdi=True)
     limited = made.limits.answer(BASE, "replica", granted("mps"), tenant())
     assert limited.envs == {"NVIDIA_VISIBLE_DEVICES": "void", "CORES": "30", "MEMORY": str(1 << 30)}
     by_name = made.limits.answer(BASE, "replica", granted("mps", cdi=True), tenant())
@@ -172,8 +159,8 @@ async def test_a_container_of_replicas_has_everything_in_one_response(folder: Pa
     assert by_name.annotations == limited.annotations
 
 
-async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folder: Path) -> None:
-    made = make(folder, with_cdi=True)
+async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(tmp_path: Path) -> None:
+    made = Node(tmp_path, with_cdi=True)
     assert made.limits.terms(None, share=False) == EnforcementTerms(cdi=True)
     core = made.limits.answer(BASE, "core", granted("mps", cdi=True), tenant())
     assert core.cdi_devices == (f"gpumgr.io/gpu={ID}",)
@@ -181,19 +168,19 @@ async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(folde
     memory = made.limits.answer(ContainerResponse(annotations={"m": "1"}), "memory", granted("mps", cdi=True), tenant())
     assert memory == ContainerResponse(annotations={"m": "1", "gpumgr.io/enforcement": "mps"})
     await made.limits.start(BASE, granted("mps", cdi=True), tenant())
-    assert (folder / "cdi" / cdi.file_name(ID)).stat().st_mode & 0o777 == 0o644
-    document = json.loads((folder / "cdi" / cdi.file_name(ID)).read_text())
+    assert (made.cdi_dir / cdi.file_name(ID)).stat().st_mode & 0o777 == 0o644
+    document = json.loads((made.cdi_dir / cdi.file_name(ID)).read_text())
     edits = document["devices"][0]["containerEdits"]
     assert edits["env"] == ["CORES=30", f"MEMORY={1 << 30}", "NVIDIA_VISIBLE_DEVICES=void"]
-    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+    assert os.listdir(made.cdi_dir) == [cdi.file_name(ID)]
 
 
 def gpu(index: int, model: str = "NVIDIA A10") -> Gpu:
     return Gpu(index=index, uuid=f"GPU-{index}", minor=index, bus_id=None, model=model, memory_bytes=1 << 30)
 
 
-async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_change_is_logged_once(folder: Path) -> None:
-    made, gpus = make(folder, mechanism="limiter"), [gpu(0), replace(gpu(1), mig_enabled=True)]
+async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_change_is_logged_once(tmp_path: Path) -> None:
+    made, gpus = Node(tmp_path, mechanism="limiter"), [gpu(0), replace(gpu(1), mig_enabled=True)]
     made.files.obstacle = "the library is missing"
     with capture_logs() as logs:
         for _ in range(2):
@@ -213,8 +200,8 @@ async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_ch
     ]
 
 
-async def test_a_named_mechanism_that_the_node_can_not_use_stays_and_the_reason_is_logged(folder: Path) -> None:
-    made = make(folder, setting="mps")
+async def test_a_named_mechanism_that_the_node_can_not_use_stays_and_the_reason_is_logged(tmp_path: Path) -> None:
+    made = Node(tmp_path, setting="mps")
     made.files.obstacle = "the daemon does not start"
     with capture_logs() as logs:
         await made.limits.choose([gpu(0)])
@@ -225,8 +212,8 @@ async def test_a_named_mechanism_that_the_node_can_not_use_stays_and_the_reason_
     assert line["limits"] == "GPU 0: memory none (mps can't be used), cores none (mps can't be used)"
 
 
-async def test_a_container_without_limits_is_reported(folder: Path) -> None:
-    made = make(folder, overrides=["team=none"], setting="hami-core")
+async def test_a_container_without_limits_is_reported(tmp_path: Path) -> None:
+    made = Node(tmp_path, overrides=["team=none"], setting="hami-core")
     await made.limits.choose()
     terms = made.limits.terms(PodView(namespace="team", name="p", uid="u"), share=True)
     assert terms == EnforcementTerms(mechanisms=("none",), exemption="team")
@@ -237,8 +224,8 @@ async def test_a_container_without_limits_is_reported(folder: Path) -> None:
     ]
 
 
-async def test_a_start_that_fails_is_refused_with_the_failing_backend(folder: Path) -> None:
-    made = make(folder)
+async def test_a_start_that_fails_is_refused_with_the_failing_backend(tmp_path: Path) -> None:
+    made = Node(tmp_path)
     made.files.error = OSError(28, "No space left on device", "/run/x")
     with pytest.raises(Refusal, match=r"team/p \(main\) can't start with the backend mps: /run/x: No space left on device"):
         await made.limits.start(BASE, granted("mps"), tenant())
@@ -246,8 +233,8 @@ async def test_a_start_that_fails_is_refused_with_the_failing_backend(folder: Pa
         await made.limits.start(BASE, granted("green"), tenant())
 
 
-async def test_each_mechanism_receives_its_own_containers(folder: Path, running: RunningContainer) -> None:
-    made = make(folder)
+async def test_each_mechanism_receives_its_own_containers(tmp_path: Path, running: RunningContainer) -> None:
+    made = Node(tmp_path)
     findings = await made.limits.observe([(running, ("mps",)), (running, ("none",))])
     assert made.files.seen == [[ID]]
     assert [(name, finding.code) for name, finding in findings] == [("mps", "tampered")]
@@ -268,8 +255,8 @@ def running() -> RunningContainer:
     return RunningContainer(tenant=tenant(), container=Container(id="c", pod=("team", "p"), pod_uid="u", name="main"))
 
 
-async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_process(folder: Path) -> None:
-    made = make(folder, with_cdi=True)
+async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_process(tmp_path: Path) -> None:
+    made = Node(tmp_path, with_cdi=True)
     for each in (ID, "ffffffffffffffff"):
         await made.limits.start(BASE, granted("mps", allocation=each, cdi=True), tenant(each))
     await made.limits.tend(lambda: {ID})
@@ -283,34 +270,34 @@ async def test_what_is_left_is_removed_after_the_grace_and_never_under_a_living_
     made.used.clear()
     await made.limits.tend(lambda: {ID})
     assert made.files.remains() == [ID]
-    assert os.listdir(folder / "cdi") == [cdi.file_name(ID)]
+    assert os.listdir(made.cdi_dir) == [cdi.file_name(ID)]
 
 
-async def test_without_access_to_mounts_nothing_is_removed_and_this_is_reported_once(folder: Path) -> None:
-    made = make(folder)
+async def test_without_access_to_mounts_nothing_is_removed_and_this_is_reported_once(tmp_path: Path) -> None:
+    made = Node(tmp_path)
     await made.limits.start(BASE, granted("mps"), tenant())
     await made.limits.tend(set)
     made.clock.now += 60
-    made.blind.append(PermissionError(13, "Permission denied"))
+    made.blind = PermissionError(13, "Permission denied")
     with capture_logs() as told:
         for _ in range(3):
             await made.limits.tend(set)
     assert made.files.remains() == [ID]
     assert [each["event"] for each in told] == ["orphans_kept"]
     assert "CAP_SYS_PTRACE" in told[0]["remedy"]
-    made.blind.clear()
+    made.blind = None
     await made.limits.tend(set)
     assert made.files.remains() == []
 
 
 @pytest.mark.parametrize("fault", ["link loop", "file"])
-async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(folder: Path, fault: str) -> None:
-    made = make(folder)
+async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(tmp_path: Path, fault: str) -> None:
+    made = Node(tmp_path)
     await made.limits.start(BASE, granted("mps"), tenant())
     if fault == "file":
-        (folder / "cdi").write_text("")
+        made.cdi_dir.write_text("")
     else:
-        (folder / "cdi").symlink_to("cdi")
+        made.cdi_dir.symlink_to("cdi")
     with capture_logs() as logged:
         for _ in range(3):
             await made.limits.tend(set)
@@ -320,14 +307,14 @@ async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(fo
         ("orphan_not_removed", "cdi"),
     ]
     assert made.files.remains() == []
-    (folder / "cdi").unlink()
+    made.cdi_dir.unlink()
     with capture_logs() as logged:
         await made.limits.tend(set)
     assert logged == []
 
 
-async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
-    made = make(folder)
+async def test_mps_shares_no_gpu_with_another_mechanism(tmp_path: Path) -> None:
+    made = Node(tmp_path)
     made.others_on_gpus.append(("team/old (main)", ("none",)))
     with pytest.raises(Refusal, match=r"limited by MPS, and team/old \(main\) uses the same GPU through another mechanism"):
         await made.limits.start(BASE, granted("mps"), tenant())
@@ -340,15 +327,15 @@ async def test_mps_shares_no_gpu_with_another_mechanism(folder: Path) -> None:
 
 @pytest.mark.parametrize("mechanism", ["none", "mps"])
 async def test_a_share_without_mps_does_not_start_on_a_gpu_that_an_idle_daemon_keeps_exclusive(
-    folder: Path, mechanism: str
+    tmp_path: Path, mechanism: str
 ) -> None:
-    made = make(folder)
+    made = Node(tmp_path)
     await made.limits.start(BASE, granted(mechanism), tenant())
     assert made.files.vacated == ([] if mechanism == "mps" else [gpu.uuid for gpu in tenant().gpus])
 
 
-async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) -> None:
-    made = make(folder)
+async def test_an_error_of_one_backend_does_not_affect_the_others(tmp_path: Path) -> None:
+    made = Node(tmp_path)
 
     async def check_node() -> None:
         raise OSError(5, "Input/output error")
@@ -361,8 +348,8 @@ async def test_an_error_of_one_backend_does_not_affect_the_others(folder: Path) 
     assert await made.limits.tend(set) is None
 
 
-async def test_limits_of_running_containers_change_where_each_backend_that_has_them_can_change_them(folder: Path) -> None:
-    limits = make(folder, mechanism="mps").limits
+async def test_limits_of_running_containers_change_where_each_backend_that_has_them_can_change_them(tmp_path: Path) -> None:
+    limits = Node(tmp_path).limits
     fixed = "the backend mps can't change the limit of {} of a running container"
     assert [limits.obstacle_to_change(("mps",), each) for each in RESOURCES] == [fixed.format("cores"), fixed.format("memory")]
     assert limits.obstacle_to_change(("none",), "core") == "no backend limits the container's cores"
