@@ -44,7 +44,9 @@ class Driver:
 
     def state(self, pod: SimPod) -> tuple[str, bool]:
         """What the driver says of its process, and whether its calls of CUDA are held."""
-        return (self.folder / str(self.pid(pod))).read_text().strip(), pages.decode_suspended(page(self.node, pod).read_bytes())
+        return (self.folder / str(self.pid(pod))).read_text().strip(), bool(
+            pages.Limits.from_buffer_copy(page(self.node, pod).read_bytes()).suspend
+        )
 
     def calls(self) -> list[str]:
         file = self.folder / "calls"
@@ -75,7 +77,7 @@ class Driver:
     def ask(self, pod: SimPod) -> None:
         """A call of the container waits, as its library writes."""
         with page(self.node, pod, "use").open("r+b") as words:
-            words.seek(pages.resume_requests_word()[0])
+            words.seek(pages.UseHead.resume_requests.offset)
             words.write((1).to_bytes(4, "little"))
 
     async def working(self, name: str = "sleeper") -> SimPod:

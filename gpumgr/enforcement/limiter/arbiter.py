@@ -8,8 +8,6 @@ import os
 import threading
 from pathlib import Path
 
-import msgspec
-
 from gpumgr.common.errors import GpumgrError
 
 
@@ -17,19 +15,12 @@ class ArbiterError(GpumgrError):
     """The arbiter can't be loaded or started, or has no room for another tenant."""
 
 
-class _Figures(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("held_ns", "overruns", "spoiled", "waited_ns"))
-
-
-class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
+class TenantFigures(ctypes.Structure):
     """One tenant's figures since it was added. `held_ns`: GPU time charged to it. `waited_ns`: time in which a thread of it waited for a
     turn. `overruns`: turns after which its work ran on for twice the length of a turn. `spoiled`: how often its page `turn` was
     damaged and restored."""
 
-    held_ns: int
-    waited_ns: int
-    overruns: int
-    spoiled: int
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("held_ns", "overruns", "spoiled", "waited_ns"))
 
 
 class Arbiter:
@@ -65,11 +56,9 @@ class Arbiter:
         self._library.gm_arbiter_remove(number)
 
     def turns(self, number: int) -> TenantFigures:
-        figures = _Figures()
+        figures = TenantFigures()
         self._library.gm_arbiter_figures(number, ctypes.byref(figures))
-        return TenantFigures(
-            held_ns=figures.held_ns, waited_ns=figures.waited_ns, overruns=figures.overruns, spoiled=figures.spoiled
-        )
+        return figures
 
     def still_runs_past_its_turn(self, number: int) -> bool:
         """Whether the tenant still has work on the GPU from a turn that has ended."""

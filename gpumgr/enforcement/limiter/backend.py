@@ -26,7 +26,7 @@ from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
 from gpumgr.enforcement.limiter.context_sizes import ContextSizes
 from gpumgr.enforcement.limiter.monitor import PageMonitor
 from gpumgr.enforcement.limiter.page_files import PageFiles, page_path
-from gpumgr.enforcement.limiter.pages import SIZES, PageLimits
+from gpumgr.enforcement.limiter.pages import LAYOUTS, PageLimits
 from gpumgr.enforcement.operator_library import CheckedLibrary, check
 from gpumgr.enforcement.preloaded import PreloadedBackend
 from gpumgr.ledger.answer import ContainerResponse, Mount
@@ -103,20 +103,12 @@ class Limiter(PreloadedBackend[PageMonitor]):
             library = self._library_mounts(self._library)
         except GpumgrError as error:
             raise Refusal("internal", f"the limiter can't limit {tenant.describe()}: {error}") from error
-        folder = self._folder / tenant.allocation
-        return ContainerResponse(
-            mounts=(
-                *library,
-                *(
-                    Mount(
-                        container_path=str(page_path(Path(PAGES_IN_CONTAINER), page)),
-                        host_path=str(page_path(folder, page)),
-                        read_only=page == "limits",
-                    )
-                    for page in SIZES
-                ),
-            )
+        container, host = Path(PAGES_IN_CONTAINER), self._folder / tenant.allocation
+        paths = {page: (str(page_path(container, page)), str(page_path(host, page))) for page in LAYOUTS}
+        pages = (
+            Mount(container_path=inside, host_path=path, read_only=page == "limits") for page, (inside, path) in paths.items()
         )
+        return ContainerResponse(mounts=(*library, *pages))
 
     async def put_limits(self, tenant: GpuShare) -> None:
         """Installs the library and makes new pages. The former container has ended."""
@@ -137,14 +129,20 @@ class Limiter(PreloadedBackend[PageMonitor]):
         await asyncio.to_thread(lambda: [self._monitor_of(tenant.allocation) for tenant in tenants])
 
     def hold_calls(self, allocation: AllocationId, *, hold: bool) -> bool:
-        monitor = self._monitors.get(allocation)
-        return monitor is not None and monitor.hold_calls(hold=hold)
+        def write(files: PageFiles) -> bool:
+            (files.suspend if hold else files.resume)()
+            return True
+
+        return self._on_pages(allocation, write)
 
     def holds_calls(self, allocation: AllocationId) -> bool:
-        return (monitor := self._monitors.get(allocation)) is not None and monitor.holds_calls()
+        return self._on_pages(allocation, lambda files: files.suspended)
 
     def asks_for_resume(self, allocation: AllocationId) -> bool:
-        return (monitor := self._monitors.get(allocation)) is not None and monitor.asks_for_resume()
+        return self._on_pages(allocation, lambda files: files.resume_requested)
+
+    def _on_pages(self, allocation: AllocationId, work: Callable[[PageFiles], bool]) -> bool:
+        return (monitor := self._monitors.get(allocation)) is not None and monitor.on_pages(work)
 
     def own_pids(self, started: Mapping[int, int]) -> Collection[int]:
         return () if self._contexts is None else [pid for pid in self._contexts.own_pids() if pid in started]

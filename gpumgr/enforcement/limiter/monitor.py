@@ -18,8 +18,8 @@ from gpumgr.enforcement.backend import finding, listed
 from gpumgr.enforcement.container_processes import Identities, Identity
 from gpumgr.enforcement.limiter import pages
 from gpumgr.enforcement.limiter.arbiter import Arbiter, ArbiterError
-from gpumgr.enforcement.limiter.page_files import PageFiles
-from gpumgr.enforcement.limiter.pages import CountedOnGpu, PageLimits, Slot
+from gpumgr.enforcement.limiter.page_files import CountedOnGpu, PageFiles
+from gpumgr.enforcement.limiter.pages import PageLimits, Slot
 from gpumgr.enforcement.preloaded import Monitor
 from gpumgr.ledger.gpu_share import GpuShare
 from gpumgr.ledger.node_use import TurnUse
@@ -100,23 +100,8 @@ class PageMonitor(Monitor):
             return self._uses
         return {gpu: replace(use, held_ratio=None, waited_ratio=None) for gpu, use in self._uses.items()}
 
-    def hold_calls(self, *, hold: bool) -> bool:
-        """Makes CUDA calls wait, or releases them. False: the pages can't be used."""
-
-        def write(files: PageFiles) -> bool:
-            (files.suspend if hold else files.resume)()
-            return True
-
-        return self._on_pages(write)
-
-    def holds_calls(self) -> bool:
-        return self._on_pages(lambda files: files.suspended)
-
-    def asks_for_resume(self) -> bool:
-        """See `PageFiles.resume_requested`."""
-        return self._on_pages(lambda files: files.resume_requested)
-
-    def _on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
+    def on_pages(self, work: Callable[[PageFiles], bool]) -> bool:
+        """Any thread may call it, also the event loop's. False: the pages can't be used."""
         with self._files_lock, suppress(OSError):  # a damaged page is reported by `check`
             return not self._closed and isinstance(self._files, PageFiles) and work(self._files)
         return False

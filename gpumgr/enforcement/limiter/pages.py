@@ -7,7 +7,7 @@ container can write any bytes into these two pages, so limits are never read fro
 import ctypes
 import uuid
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -24,82 +24,77 @@ _DISABLED: Final = 2
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 
 
-class _LimitsGpu(ctypes.LittleEndianStructure):
+def _all_of(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    return tuple((name, kind) for name in names)
+
+
+class LimitsGpu(ctypes.LittleEndianStructure):
     _fields_ = (
         ("uuid", ctypes.c_uint8 * 16),
-        ("memory_bytes", _U64),
-        ("uncounted_bytes", _U64),
-        ("context_bytes", _U64),
-        ("share", _U32),
-        ("ceiling", _U32),
-        ("quantum_us", _U32),
-        ("passes", _U32),
-        ("away_from", _U32),
-        ("spare", _U32),
+        *_all_of(_U64, "memory_bytes", "uncounted_bytes", "context_bytes"),
+        *_all_of(_U32, "share", "ceiling", "quantum_us", "passes", "away_from", "spare"),
         ("reserved", _U64 * 7),
     )
 
 
-class _Limits(ctypes.LittleEndianStructure):
+class Limits(ctypes.LittleEndianStructure):
     _fields_ = (
-        ("magic", _U32),
-        ("version", _U32),
-        ("gpus", _U32),
-        ("suspend", _U32),
+        *_all_of(_U32, "magic", "version", "gpus", "suspend"),
         ("heartbeat_ns", _U64),
         ("reserved", _U64 * 5),
-        ("gpu", _LimitsGpu * GPUS),
+        ("gpu", LimitsGpu * GPUS),
     )
 
 
-class _UseSlotGpu(ctypes.LittleEndianStructure):
+class UseSlotGpu(ctypes.LittleEndianStructure):
     _fields_ = (
         ("bytes", _U64 * 8),
-        ("launches", _U64),
-        ("stack", _U64),
-        ("spare", _U64),
-        ("unknown", _U64),
-        ("pending_bytes", _U64),
+        *_all_of(_U64, "launches", "stack", "spare", "unknown", "pending_bytes"),
         ("reserved", _U64 * 3),
     )
 
 
-class _UseSlot(ctypes.LittleEndianStructure):
+class UseSlot(ctypes.LittleEndianStructure):
     _fields_ = (
-        ("pid", _U32),
-        ("state", _U32),
+        *_all_of(_U32, "pid", "state"),
         ("pid_namespace", _U64),
         ("fault", ctypes.c_char * 48),
-        ("gpu", _UseSlotGpu * GPUS),
+        ("gpu", UseSlotGpu * GPUS),
     )
 
 
-class _UseGpu(ctypes.LittleEndianStructure):
-    _fields_ = (("reserved_bytes", _U64), ("refused", _U64), ("changes", _U64), ("reserved", _U64 * 5))
+class UseGpu(ctypes.LittleEndianStructure):
+    _fields_ = (*_all_of(_U64, "reserved_bytes", "refused", "changes"), ("reserved", _U64 * 5))
 
 
-class _UseHead(ctypes.LittleEndianStructure):
+class UseHead(ctypes.LittleEndianStructure):
     _fields_ = (
-        ("magic", _U32),
-        ("version", _U32),
-        ("slots", _U32),
-        ("resume_requests", _U32),
+        *_all_of(_U32, "magic", "version", "slots", "resume_requests"),
         ("reserved", _U64 * 6),
-        ("gpu", _UseGpu * GPUS),
+        ("gpu", UseGpu * GPUS),
     )
 
 
-_HEAD_BYTES: Final = 64
-#: `turn` has for each GPU a head of this size and one 32-bit word for each slot.
-_TURN_GPU_HEAD_BYTES: Final = 64
-_TURN_GPU_BYTES: Final = _TURN_GPU_HEAD_BYTES + 4 * SLOTS
-_SLOT_BYTES: Final = ctypes.sizeof(_UseSlot)
-USE_HEAD_BYTES: Final = ctypes.sizeof(_UseHead)
-SIZES: Final = {
-    "limits": ctypes.sizeof(_Limits),
-    "use": USE_HEAD_BYTES + SLOTS * _SLOT_BYTES,
-    "turn": _HEAD_BYTES + GPUS * _TURN_GPU_BYTES,
-}
+class Use(ctypes.LittleEndianStructure):
+    _anonymous_ = ("head",)
+    _fields_ = (("head", UseHead), ("slot", UseSlot * SLOTS))
+
+
+class TurnGpu(ctypes.LittleEndianStructure):
+    _fields_ = (
+        *_all_of(_U64, "granted_until_ns", "holding_since_ns"),
+        *_all_of(_U32, "grants", "spare", "slots", "others"),
+        ("reserved", _U64 * 4),
+        ("word", _U32 * SLOTS),
+    )
+
+
+class Turn(ctypes.LittleEndianStructure):
+    _fields_ = (*_all_of(_U32, "magic", "version"), ("reserved", _U64 * 7), ("gpu", TurnGpu * GPUS))
+
+
+LAYOUTS: Final = {"limits": Limits, "use": Use, "turn": Turn}
+SLOT_BYTES: Final = ctypes.sizeof(UseSlot)
 HEAD: Final = MAGIC.to_bytes(4, "little") + VERSION.to_bytes(4, "little")
 
 
@@ -115,6 +110,17 @@ class PageLimits(msgspec.Struct, frozen=True, kw_only=True):
     quantum_microseconds: int
     context_bytes: int = 0
     uncounted_bytes: int = 0
+
+
+#: Field of LimitsGpu -> field of PageLimits.
+_FIELDS: Final = {
+    "memory_bytes": "memory_bytes",
+    "uncounted_bytes": "uncounted_bytes",
+    "context_bytes": "context_bytes",
+    "share": "share_percent",
+    "ceiling": "ceiling_percent",
+    "quantum_us": "quantum_microseconds",
+}
 
 
 class SlotOnGpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,118 +145,57 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[SlotOnGpu, ...]
 
 
-class CountedOnGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The library's count for the container on one GPU. `changes`: how often `reserved_bytes` changed."""
-
-    reserved_bytes: int
-    refused: int
-    changes: int
-
-
 def encode_limits(gpus: Sequence[PageLimits]) -> bytes:
     """A new page. Raises ValueError for too many GPUs, and for a text that is not a UUID."""
     if len(gpus) > GPUS:
         raise ValueError(f"the limiter serves at most {GPUS} GPUs in one container, and this one has {len(gpus)}")
-    page = _Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
+    page = Limits(magic=MAGIC, version=VERSION, gpus=len(gpus))
     for entry, gpu in zip(page.gpu, gpus, strict=False):
         ctypes.memmove(entry.uuid, uuid_bytes(gpu.uuid), 16)
-        for name, value in _words(gpu):
-            setattr(entry, name, value)
+        for name, field in _FIELDS.items():
+            setattr(entry, name, getattr(gpu, field))
     return bytes(page)
 
 
 def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
     """Raises ValueError for a page of another version."""
-    found = _Limits.from_buffer_copy(page)
+    found = Limits.from_buffer_copy(page)
     if (found.magic, found.version) != (MAGIC, VERSION) or found.gpus > GPUS:
         raise ValueError("it is not a page of this version")
     return tuple(
         PageLimits(
-            uuid=f"GPU-{uuid.UUID(bytes=bytes(gpu.uuid))}",
-            memory_bytes=gpu.memory_bytes,
-            share_percent=gpu.share,
-            ceiling_percent=gpu.ceiling,
-            quantum_microseconds=gpu.quantum_us,
-            context_bytes=gpu.context_bytes,
-            uncounted_bytes=gpu.uncounted_bytes,
+            uuid=f"GPU-{uuid.UUID(bytes=bytes(gpu.uuid))}", **{field: getattr(gpu, name) for name, field in _FIELDS.items()}
         )
         for gpu in found.gpu[: found.gpus]
     )
 
 
-def decode_in_turns(page: bytes, gpus: int) -> tuple[bool, ...]:
-    """For each GPU, whether launches need a turn. They need none without a limit of cores, or while `passes` is set (by the arbiter, if
-    the container is alone on the GPU and its ceiling is 100)."""
-    found = _Limits.from_buffer_copy(page)
-    return tuple(bool(gpu.share) and not gpu.passes for gpu in found.gpu[:gpus])
-
-
 def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
     """The words of `page` that differ from these limits: (name, offset, bytes to write)."""
-    found = _Limits.from_buffer_copy(page)
-    words = [
-        (name, getattr(_Limits, name), value, getattr(found, name))
-        for name, value in (("magic", MAGIC), ("version", VERSION), ("gpus", len(wanted)))
+    found = Limits.from_buffer_copy(page)
+    words: list[tuple[str, type[Any], int, int, Any]] = [
+        (name, Limits, 0, value, found) for name, value in (("magic", MAGIC), ("version", VERSION), ("gpus", len(wanted)))
     ]
-    differing = [(name, at.offset, value.to_bytes(at.size, "little")) for name, at, value, seen in words if seen != value]
-    for index, gpu in enumerate(wanted):
-        start = _Limits.gpu.offset + index * ctypes.sizeof(_LimitsGpu)
-        if bytes(found.gpu[index].uuid) != uuid_bytes(gpu.uuid):
-            raw = uuid_bytes(gpu.uuid)
+    differing: list[tuple[str, int, bytes]] = []
+    for index, (gpu, seen) in enumerate(zip(wanted, found.gpu, strict=False)):
+        start, raw = Limits.gpu.offset + index * ctypes.sizeof(LimitsGpu), uuid_bytes(gpu.uuid)
+        if bytes(seen.uuid) != raw:
             differing += [("uuid", start, raw[:8]), ("uuid", start + 8, raw[8:])]
-        for name, value in _words(gpu):
-            at = getattr(_LimitsGpu, name)
-            if getattr(found.gpu[index], name) != value:
-                differing.append((name, start + at.offset, value.to_bytes(at.size, "little")))
+        words += [(name, LimitsGpu, start, getattr(gpu, field), seen) for name, field in _FIELDS.items()]
+    for name, layout, start, value, seen in words:
+        if getattr(seen, name) != value:
+            at = getattr(layout, name)
+            differing.append((name, start + at.offset, value.to_bytes(at.size, "little")))
     return differing
 
 
-def suspend_word(*, suspended: bool) -> tuple[int, bytes]:
-    """The offset in `limits`, and the bytes that make CUDA calls wait, or continue."""
-    return _Limits.suspend.offset, int(suspended).to_bytes(4, "little")
-
-
-def decode_suspended(page: bytes) -> bool:
-    return bool(_Limits.from_buffer_copy(page).suspend)
-
-
-def resume_requests_word() -> tuple[int, bytes]:
-    """The offset in `use`, and the bytes that clear the requests."""
-    return _UseHead.resume_requests.offset, bytes(4)
-
-
-def decode_resume_requested(head: bytes) -> bool:
-    """`head` as for `decode_counts`."""
-    return bool(_UseHead.from_buffer_copy(head).resume_requests)
-
-
-def decode_counts(head: bytes, gpus: int) -> tuple[CountedOnGpu, ...]:
-    """`head`: the first USE_HEAD_BYTES of `use`."""
-    found = _UseHead.from_buffer_copy(head)
-    return tuple(
-        CountedOnGpu(reserved_bytes=each.reserved_bytes, refused=each.refused, changes=each.changes) for each in found.gpu[:gpus]
-    )
-
-
-def slots_in_use(head: bytes) -> int:
-    return min(int(_UseHead.from_buffer_copy(head).slots), SLOTS)
-
-
-def slot_offset(index: int) -> int:
-    return USE_HEAD_BYTES + index * _SLOT_BYTES
-
-
-def word_offset(gpu: int, slot: int) -> int:
-    return _HEAD_BYTES + gpu * _TURN_GPU_BYTES + _TURN_GPU_HEAD_BYTES + 4 * slot
-
-
 def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
-    """The slots with a process. `data`: the bytes of `use` from slot_offset(0) on."""
+    """The slots with a process. `data`: the bytes of `use` from its first slot on."""
     slots = []
-    for index in range(len(data) // _SLOT_BYTES):
-        if not any(data[index * _SLOT_BYTES : index * _SLOT_BYTES + 4]):
+    for index in range(len(data) // SLOT_BYTES):
+        if not any(data[index * SLOT_BYTES : index * SLOT_BYTES + 4]):
             continue
-        slot = _UseSlot.from_buffer_copy(data, index * _SLOT_BYTES)
+        slot = UseSlot.from_buffer_copy(data, index * SLOT_BYTES)
         on_gpus = tuple(
             SlotOnGpu(bytes_by_kind=tuple(each.bytes[: len(KINDS)]), launches=each.launches, unknown=each.unknown)
             for each in slot.gpu[:gpus]
@@ -260,22 +205,6 @@ def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:
         stack = slot.gpu[0].stack if slot.state else 0
         slots.append(Slot(index=index, pid=slot.pid, namespace=slot.pid_namespace, stack=stack, fault=fault, gpus=on_gpus))
     return tuple(slots)
-
-
-def empty_slot() -> bytes:
-    """The bytes of an empty slot after its pid and state."""
-    return bytes(_SLOT_BYTES - 8)
-
-
-def _words(gpu: PageLimits) -> Sequence[tuple[str, int]]:
-    return (
-        ("memory_bytes", gpu.memory_bytes),
-        ("uncounted_bytes", gpu.uncounted_bytes),
-        ("context_bytes", gpu.context_bytes),
-        ("share", gpu.share_percent),
-        ("ceiling", gpu.ceiling_percent),
-        ("quantum_us", gpu.quantum_microseconds),
-    )
 
 
 def uuid_bytes(text: str) -> bytes:

@@ -1,7 +1,6 @@
 """Tenants on the fake GPUs of tests/data/limiter, with the library preloaded, and the pages that they share."""
 
 import contextlib
-import ctypes
 import mmap
 import os
 import re
@@ -186,35 +185,8 @@ class Node:
         assert not reports, "\n".join(reports)
 
 
-class _Use(ctypes.LittleEndianStructure):
-    _anonymous_ = ("head",)
-    _fields_ = (("head", pages._UseHead), ("slot", pages._UseSlot * pages.SLOTS))
-
-
-class _TurnGpu(ctypes.LittleEndianStructure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("granted_until_ns", "holding_since_ns")),
-        *((name, ctypes.c_uint32) for name in ("grants", "spare", "slots", "others")),
-        ("reserved", ctypes.c_uint64 * 4),
-        ("word", ctypes.c_uint32 * pages.SLOTS),
-    )
-
-
-class _Turn(ctypes.LittleEndianStructure):
-    _fields_ = (
-        ("magic", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64 * 7),
-        ("gpu", _TurnGpu * pages.GPUS),
-    )
-
-
-#: The fields have the names of pages.h.
-_LAYOUTS: Final = {"limits": pages._Limits, "use": _Use, "turn": _Turn}
-
-
 class Pages:
-    """The pages in a folder; `limits`, `use` and `turn` are the memory that the container's processes have."""
+    """The pages in a folder; `limits`, `use` and `turn` are the memory that the container's processes have, in the product's layouts."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -236,7 +208,7 @@ class Pages:
 
     def _mapped(self, page: str) -> Any:
         with self.path(page).open("r+b") as file:
-            return _LAYOUTS[page].from_buffer(mmap.mmap(file.fileno(), 0))
+            return pages.LAYOUTS[page].from_buffer(mmap.mmap(file.fileno(), 0))
 
     def reserved_bytes(self, gpu: int = 0) -> int:
         return int(self.use.gpu[gpu].reserved_bytes)
@@ -296,10 +268,10 @@ class Container(Pages):
         elif how == "grown":
             os.truncate(page, 1 << 30)
         else:
-            size = _Turn.gpu.offset + 64 + 4096
+            size = pages.Turn.gpu.offset + 64 + 4096
             content = {"random": os.urandom(size), "zero": bytes(size), "grant": b"\xff" * 7}[how]
             with page.open("r+b") as file:
-                file.seek(_Turn.gpu.offset if how == "grant" else 0)
+                file.seek(pages.Turn.gpu.offset if how == "grant" else 0)
                 file.write(content)
 
 
@@ -426,6 +398,12 @@ class Tenant(Process):
         result, first, second = self.numbers(command)
         return result, first, second
 
+    def gpu_percent(self) -> float:
+        """The GPU time of the work that was sent to it."""
+        result, gpu, elapsed = self.answer()
+        assert result == 0
+        return 100 * gpu / elapsed
+
     def has_answered(self, seconds: float) -> bool:
         """Whether an answer comes within this time."""
         return bool(select.select([self._stdout], [], [], seconds)[0])
@@ -453,6 +431,4 @@ def gpu_time_percent(
     model clock."""
     for tenant, work in zip(tenants, works if len(works) > 1 else works * len(tenants), strict=True):
         tenant.send(f"work {work} {milliseconds} {len(tenants) * threads + others} {threads}")
-    answers = [tenant.answer() for tenant in tenants]
-    assert [result for result, _, _ in answers] == [0] * len(tenants)
-    return [100 * gpu / elapsed for _, gpu, elapsed in answers]
+    return [tenant.gpu_percent() for tenant in tenants]

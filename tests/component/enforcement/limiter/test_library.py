@@ -127,13 +127,13 @@ def test_it_reads_no_environment_and_handles_no_signal(target: Target) -> None:
 
 def test_a_program_without_cuda_is_left_alone(node: Node) -> None:
     container = node.container(50)
-    before = [container.path(name).read_bytes() for name in pages.SIZES]
+    before = [container.path(name).read_bytes() for name in pages.LAYOUTS]
     script = "import os, threading; print(len(os.listdir('/proc/self/task')), 'pages' in open('/proc/self/maps').read())"
     environment = {**os.environ, **node.environment(limited=True)}
     command = [sys.executable, "-S", "-c", script]
     done = subprocess.run(command, env=environment, cwd=container.folder, check=True, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1 False\n", "")
-    assert [container.path(name).read_bytes() for name in pages.SIZES] == before
+    assert [container.path(name).read_bytes() for name in pages.LAYOUTS] == before
 
 
 def test_a_missing_library_is_an_error_that_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_it_takes_less_than_a_mebibyte_of_the_hosts_memory(node: Node) -> None:
         mappings = re.split(r"^(?=[0-9a-f]+-)", Path(f"/proc/{tenant.pid}/smaps").read_text(), flags=re.MULTILINE)
         ours = [int(re.findall(r"^Rss: +(\d+)", each, re.MULTILINE)[0]) << 10 for each in mappings if f"/{LIBRARY}\n" in each]
         assert ours
-        assert sum(ours) + sum(container.path(name).stat().st_blocks * 512 for name in pages.SIZES) < 1 << 20
+        assert sum(ours) + sum(container.path(name).stat().st_blocks * 512 for name in pages.LAYOUTS) < 1 << 20
 
 
 def _program(node: Node, container: Container, *commands: str, preload: str = "") -> "subprocess.CompletedProcess[str]":
