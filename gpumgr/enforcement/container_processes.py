@@ -13,35 +13,8 @@ from gpumgr.ledger.ledger import AllocationId
 
 #: Host pid -> its pid in its innermost pid namespace (the last column of NSpid in /proc/PID/status); None if the process is gone.
 PidInContainerOf = Callable[[int], int | None]
-#: Pid in a container -> the pids of the processes on the host that have it.
+#: Pid in a container -> the pids of the processes on the host that have it. Nested pid namespaces can give several.
 HostsOf = Callable[[int], Sequence[int]]
-
-
-class PidMap:
-    """Translates pids between host and container. Reads /proc once for each process."""
-
-    def __init__(self, pid_in_container_of: PidInContainerOf) -> None:
-        self._pid_in_container_of = pid_in_container_of
-        self._inside: dict[int, int] = {}
-
-    def forget_all_but(self, pids: Collection[int]) -> None:
-        self._inside = {pid: number for pid, number in self._inside.items() if pid in pids}
-
-    def inside(self, pid: int) -> int | None:
-        """None if the process is gone."""
-        found = self._inside.get(pid)
-        if found is None and (found := self._pid_in_container_of(pid)) is not None:
-            self._inside[pid] = found
-        return found
-
-    def hosts_of(self, pids: Collection[int]) -> HostsOf:
-        """Returns a function that maps a pid in the container to the host pids in `pids` that have it. Nested pid namespaces can give
-        several."""
-        table: dict[int, list[int]] = {}
-        for pid in pids:
-            if (inside := self.inside(pid)) is not None:
-                table.setdefault(inside, []).append(pid)
-        return lambda number: table.get(number, ())
 
 
 class Identity(NamedTuple):

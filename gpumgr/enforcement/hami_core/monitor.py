@@ -6,7 +6,7 @@ The region only shows which processes run under the library; its limits are neve
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -14,7 +14,7 @@ import structlog
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.enforcement.backend import finding, listed
-from gpumgr.enforcement.container_processes import PidInContainerOf, PidMap
+from gpumgr.enforcement.container_processes import HostsOf, PidInContainerOf
 from gpumgr.enforcement.hami_core import layout, repairs
 from gpumgr.enforcement.hami_core.region import RegionFile, RegionLimits, RegionView, limits
 from gpumgr.enforcement.hami_core.repairs import Repair
@@ -49,7 +49,9 @@ class RegionMonitor(Monitor):
     ) -> None:
         super().__init__("HAMi-core's region", "a new region")
         self._region, self._clock = region, clock
-        self._pids = PidMap(pid_in_container_of)
+        self._pid_in_container_of = pid_in_container_of
+        #: Host pid -> pid in the container; None: the process is gone.
+        self._inside: Mapping[int, int | None] = {}
         #: The limits after the last repair.
         self._written = written
         self._pending: list[Finding] = []
@@ -122,7 +124,8 @@ class RegionMonitor(Monitor):
             raise OSError(self._region)
         if more := self._region.cut():
             self._pending.append(self._tampered(running.tenant, [f"the file was {more} bytes longer"]))
-        self._pids.forget_all_but({*running.pids, *running.gpu_pids})
+        pids = {*running.pids, *running.gpu_pids}
+        self._inside = {pid: self._inside.get(pid) or self._pid_in_container_of(pid) for pid in pids}
         return self._region, self._region.read()
 
     def _report_changed(self, tenant: GpuShare, seen: RegionView) -> None:
@@ -150,14 +153,14 @@ class RegionMonitor(Monitor):
     def _unregistered(self, running: RunningContainer, seen: RegionView) -> Iterable[Finding]:
         hosts = {slot.hostpid for slot in seen.slots if slot.live}
         inside = {slot.pid for slot in seen.slots if slot.live}
-        outside = [pid for pid in running.gpu_pids if pid not in hosts and self._pids.inside(pid) not in inside]
+        outside = [pid for pid in running.gpu_pids if pid not in hosts and self._inside[pid] not in inside]
         yield from self._outside(running.tenant, outside, CHECKS_UNREGISTERED, "HAMi-core")
 
     def _processes(self, running: RunningContainer, seen: RegionView) -> Iterable[Repair]:
         """Repairs that depend on the running processes; none while the processes are unknown."""
         if not running.pids:
             return
-        hosts_of = self._pids.hosts_of(running.pids)
+        hosts_of = self._hosts_of(running.pids)
         now = self._clock()
         abandoned = {(slot.index, slot.seqlock): slot for slot in repairs.abandoned(seen, hosts_of)}
         self._stuck_since = {key: self._stuck_since.get(key, now) for key in abandoned}
@@ -172,6 +175,12 @@ class RegionMonitor(Monitor):
         if held is not None and now - self._held_since > limit:
             self._held = None
             yield repairs.released()
+
+    def _hosts_of(self, pids: Iterable[int]) -> HostsOf:
+        table: dict[int | None, list[int]] = {}
+        for pid in pids:
+            table.setdefault(self._inside[pid], []).append(pid)
+        return lambda number: table.get(number, ())
 
     def _host_repairs(self, running: RunningContainer, found: Iterable[tuple[int, bool, Repair]]) -> Iterable[Repair]:
         """Repairs of host pids. A slot that must be left alone for now (see `wrong_hosts`) is repaired after CHECKS_WRONG_HOST checks."""
