@@ -146,7 +146,7 @@ class DriverMemory(Backend):
 
     async def observe(self, running: Sequence[RunningContainer]) -> Sequence[Finding]:
         return [
-            _broken(each.tenant, gpu, _retried(limit.obstacle))
+            _broken(each.tenant, gpu, limit.obstacle)
             for each in running
             for container in each.containers
             for gpu in each.tenant.gpus
@@ -201,19 +201,15 @@ class DriverMemory(Backend):
         return None if found == limit else f"the driver accepted it and reports {_text_of(found)}"
 
 
-def _retried(reason: str) -> str:
-    return (
-        f"{reason}; this is retried with each sample, and until it succeeds the container may use all free memory of the GPU: restart the "
-        "container if this persists"
-    )
-
-
 def _limited(tenant: GpuShare) -> Sequence[SharedGpu]:
     return [gpu for gpu in tenant.gpus if gpu.memory_bytes and not gpu.whole]
 
 
 def _broken(tenant: GpuShare, gpu: SharedGpu, reason: str) -> Finding:
-    message = f"the GPU memory of {tenant.describe()} can't be limited to {gpu.limit_bytes >> 20} MiB: {reason}"
+    message = (
+        f"the GPU memory of {tenant.describe()} can't be limited to {gpu.limit_bytes >> 20} MiB: {reason}; this is retried with each "
+        "sample, and until it succeeds the container may use all free memory of the GPU: restart the container if this persists"
+    )
     return finding(tenant, "broken", message)
 
 
