@@ -82,6 +82,18 @@ async def opened(node: SimNode) -> AsyncIterator[Nvml]:
         await nvml.close()
 
 
+@pytest.fixture
+def mixed(node: Prepare) -> SimNode:
+    """An A100 and a T4."""
+    return node("mixed-2")
+
+
+@pytest.fixture
+async def nvml(mixed: SimNode) -> AsyncIterator[Nvml]:
+    async with opened(mixed) as made:
+        yield made
+
+
 class Listener:
     """Records all reports; `until` waits for a condition."""
 

@@ -56,9 +56,8 @@ async def test_a_reset_repairs_the_gpu_and_later_events_are_received(node: Prepa
 
 
 async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_calls_wait(
-    node: Prepare, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixed: SimNode, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = node("mixed-2")
     gate = tmp_path / "gate"
     monkeypatch.setenv("FAKE_SMI_GATE", str(gate))
     kept: list[Nvml] = []
@@ -68,12 +67,12 @@ async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_ca
             kept[:] = [self]
             await super().open()
 
-    async with watched(sim, kind=Kept) as (monitor, listener):
+    async with watched(mixed, kind=Kept) as (monitor, listener):
         await listener.rounds(1)
-        uuid = sim.description.uuid_of(1)
+        uuid = mixed.description.uuid_of(1)
         await cordon(monitor, uuid)
         before = monitor.health
-        reset = asyncio.create_task(reset_gpu(monitor, uuid, program=smi(sim)))
+        reset = asyncio.create_task(reset_gpu(monitor, uuid, program=smi(mixed)))
         while not gate.exists():  # noqa: ASYNC110 (another process makes it)
             await asyncio.sleep(0.01)
         told, samples, errors = len(listener.history), len(listener.samples), kept[0].call_errors
@@ -91,19 +90,18 @@ async def test_while_the_driver_is_closed_for_a_reset_health_is_unchanged_and_ca
     assert len(listener.snapshots) == 2
 
 
-async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, smi: Smi) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
-    sim.control.set_processes(0, [SimProcess(pid=7, memory_bytes=3 * MIB)])
-    async with watched(sim) as (monitor, listener):
+async def test_the_programs_refusal_is_reported_verbatim(mixed: SimNode, smi: Smi) -> None:
+    uuid = mixed.description.uuid_of(0)
+    mixed.control.set_processes(0, [SimProcess(pid=7, memory_bytes=3 * MIB)])
+    async with watched(mixed) as (monitor, listener):
         await listener.rounds(1)
         processes = await monitor.processes(uuid)
         assert [(process.pid, process.memory_bytes) for process in processes or ()] == [(7, 3 * MIB)]
         with pytest.raises(NvmlError) as refusal:
-            await reset_gpu(monitor, uuid, program=smi(sim))
+            await reset_gpu(monitor, uuid, program=smi(mixed))
         text = str(refusal.value)
         assert "(exit code 255): The following GPUs could not be reset:\n" in text
-        assert f"{sim.description.gpus[0].bus_id}: in use by another client\n\n1 device is currently" in text.lower()
+        assert f"{mixed.description.gpus[0].bus_id}: in use by another client\n\n1 device is currently" in text.lower()
         assert f"-pm 0 -i {uuid}" in text
         await listener.rounds(2)
         assert listener.states == [WELL, WELL]
@@ -111,30 +109,28 @@ async def test_the_programs_refusal_is_reported_verbatim(node: Prepare, smi: Smi
 
 
 async def test_a_program_that_is_missing_or_does_not_end_is_an_error_only(
-    node: Prepare, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixed: SimNode, smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
+    uuid = mixed.description.uuid_of(0)
     monkeypatch.setenv("FAKE_SMI_GATE", str(tmp_path / "gate"))
-    async with watched(sim) as (monitor, listener):
+    async with watched(mixed) as (monitor, listener):
         await listener.rounds(1)
         with pytest.raises(NvmlError, match=r"nowhere is not in PATH.*nvml\.smi_program"):
             await reset_gpu(monitor, uuid, program=str(tmp_path / "nowhere"))
         with pytest.raises(NvmlError, match=r"did not end within 0\.3 s and was killed"):
-            await reset_gpu(monitor, uuid, program=smi(sim), timeout_seconds=0.3)
+            await reset_gpu(monitor, uuid, program=smi(mixed), timeout_seconds=0.3)
         await listener.rounds(2)
         assert listener.states == [WELL, WELL]
     assert listener.outages == []
 
 
-async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.unload_driver()
-    uuid = sim.description.uuid_of(1)
-    async with watched(sim) as (monitor, listener):
+async def test_a_gpu_cordoned_before_its_detection_is_cordoned_in_the_first_report(mixed: SimNode) -> None:
+    mixed.control.unload_driver()
+    uuid = mixed.description.uuid_of(1)
+    async with watched(mixed) as (monitor, listener):
         await listener.until(lambda: bool(listener.outages))
         monitor.cordon(uuid, "broken fan")
-        sim.control.load_driver()
+        mixed.control.load_driver()
         await listener.rounds(1)
         first = listener.history[0][uuid]
         assert (first.cordon_reason, first.effective_reason, first.offered) == ("broken fan", "operator", False)

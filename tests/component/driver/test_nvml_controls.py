@@ -31,38 +31,35 @@ def cgroups(tmp_path: Path) -> Path:
 # -- compute mode ------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_compute_mode_is_kept_by_the_driver(node: Prepare) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(1)
-    async with opened(sim) as nvml:
+async def test_the_compute_mode_is_kept_by_the_driver(mixed: SimNode) -> None:
+    uuid = mixed.description.uuid_of(1)
+    async with opened(mixed) as nvml:
         assert await nvml.compute_mode(uuid) == 0
         await nvml.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
-    assert (sim.control.compute_mode(1), sim.control.compute_mode(0)) == (EXCLUSIVE_PROCESS, 0)
-    async with opened(sim) as nvml:
+    assert (mixed.control.compute_mode(1), mixed.control.compute_mode(0)) == (EXCLUSIVE_PROCESS, 0)
+    async with opened(mixed) as nvml:
         assert await nvml.compute_mode(uuid) == EXCLUSIVE_PROCESS
-        sim.control.set_compute_mode(1, 2)
+        mixed.control.set_compute_mode(1, 2)
         assert await nvml.compute_mode(uuid) == 2
-        sim.control.unload_driver()
-        sim.control.load_driver()
+        mixed.control.unload_driver()
+        mixed.control.load_driver()
         await nvml.open()
         assert await nvml.compute_mode(uuid) == 0
 
 
-async def test_errors_name_the_function_and_the_gpu(node: Prepare) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
-    async with opened(sim) as nvml:
-        sim.control.set_result("nvmlDeviceSetComputeMode", 4)
-        with pytest.raises(NvmlError, match=f"^nvmlDeviceSetComputeMode of {uuid}: .*NVML error 4"):
-            await nvml.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
-        sim.control.set_result("nvmlDeviceGetComputeMode", 3)
-        with pytest.raises(NvmlError, match=f"^nvmlDeviceGetComputeMode of {uuid}: Not Supported"):
-            await nvml.compute_mode(uuid)
-        with pytest.raises(NvmlError, match=r"^nvmlDeviceGetHandleByUUID of GPU-0: Not Found"):
-            await nvml.compute_mode("GPU-0")
-        sim.control.unload_driver()
-        with pytest.raises(NvmlAbsent, match="not loaded"):
-            await nvml.compute_mode(uuid)
+async def test_errors_name_the_function_and_the_gpu(mixed: SimNode, nvml: Nvml) -> None:
+    uuid = mixed.description.uuid_of(0)
+    mixed.control.set_result("nvmlDeviceSetComputeMode", 4)
+    with pytest.raises(NvmlError, match=f"^nvmlDeviceSetComputeMode of {uuid}: .*NVML error 4"):
+        await nvml.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
+    mixed.control.set_result("nvmlDeviceGetComputeMode", 3)
+    with pytest.raises(NvmlError, match=f"^nvmlDeviceGetComputeMode of {uuid}: Not Supported"):
+        await nvml.compute_mode(uuid)
+    with pytest.raises(NvmlError, match=r"^nvmlDeviceGetHandleByUUID of GPU-0: Not Found"):
+        await nvml.compute_mode("GPU-0")
+    mixed.control.unload_driver()
+    with pytest.raises(NvmlAbsent, match="not loaded"):
+        await nvml.compute_mode(uuid)
 
 
 # -- memory limits -----------------------------------------------------------------------------------------------------------

@@ -191,9 +191,8 @@ async def test_a_change_of_mig_delays_a_snapshot_and_neither_samples_nor_health(
         await listener.until(lambda: [each.uuid for each in listener.snapshots[-1].gpus[1].mig_instances] == ["MIG-1"])
 
 
-async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.unload_driver()
+async def test_an_absent_driver_is_waited_for_and_mentioned_once(mixed: SimNode) -> None:
+    mixed.control.unload_driver()
     loads: list[None] = []
     tried_often = asyncio.Event()
 
@@ -211,10 +210,10 @@ async def test_an_absent_driver_is_waited_for_and_mentioned_once(node: Prepare) 
         return False
 
     with structlog.testing.capture_logs() as logs:
-        async with watched(sim, load_kernel_modules=load, kind=Counted) as (_, listener):
+        async with watched(mixed, load_kernel_modules=load, kind=Counted) as (_, listener):
             await tried_often.wait()
             assert listener.snapshots == []
-            sim.control.load_driver()
+            mixed.control.load_driver()
             await listener.until(lambda: bool(listener.samples))
     assert listener.outages == ["the NVIDIA driver is not loaded (nvmlInit: NVML error 9)"]
     assert [line["event"] for line in logs].count("nvml_down") == 1
@@ -326,12 +325,11 @@ async def test_samples_are_taken_soon_while_someone_waits_for_them(node: Prepare
             await listener.rounds(3)
 
 
-async def test_the_monitor_watches_processes_when_configured(node: Prepare) -> None:
-    sim = node("mixed-2")
-    uuid = sim.description.uuid_of(0)
-    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+async def test_the_monitor_watches_processes_when_configured(mixed: SimNode) -> None:
+    uuid = mixed.description.uuid_of(0)
+    mixed.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
     wanted = False
-    async with watched(sim, process_utilization=lambda: wanted) as (_, listener):
+    async with watched(mixed, process_utilization=lambda: wanted) as (_, listener):
 
         def latest() -> float | None:
             processes = listener.samples[-1].gpus[uuid].processes

@@ -13,6 +13,7 @@ from gpumgr.driver.session import EventThread
 from gpumgr.placement.devices import GpuProcess, GpuSample
 from gpumgr.sim import library
 from gpumgr.sim.control import SimLoad, SimProcess
+from gpumgr.sim.library import SimNode
 
 from .conftest import Prepare, opened
 
@@ -70,8 +71,7 @@ async def test_an_old_driver_lists_processes_and_counts_reserved_memory_as_used(
     assert sample.temperature_celsius == 24.0
 
 
-async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare) -> None:
-    sim = node("mixed-2")
+async def test_values_that_a_driver_does_not_report_are_unknown(mixed: SimNode, nvml: Nvml) -> None:
     for function, code in (
         ("nvmlDeviceGetUtilizationRates", 3),
         ("nvmlDeviceGetTemperature", 3),
@@ -82,19 +82,16 @@ async def test_values_that_a_driver_does_not_report_are_unknown(node: Prepare) -
         ("nvmlDeviceGetComputeRunningProcesses_v2", 13),
         ("nvmlDeviceGetComputeRunningProcesses_v3", 13),
     ):
-        sim.control.set_result(function, code, gpu=0)
-    async with opened(sim) as nvml:
-        await nvml.read()
-        assert (await nvml.read()).sample.gpus[sim.description.uuid_of(0)] == GpuSample(uuid=sim.description.uuid_of(0))
+        mixed.control.set_result(function, code, gpu=0)
+    await nvml.read()
+    assert (await nvml.read()).sample.gpus[mixed.description.uuid_of(0)] == GpuSample(uuid=mixed.description.uuid_of(0))
 
 
 @pytest.mark.peer_bug("B38: it reads at most 64 processes of a GPU")
-async def test_processes_that_start_between_size_and_fetch_are_fetched_again(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20)])
-    sim.control.grow_processes(0, 100)
-    async with opened(sim) as nvml:
-        processes = (await first_sample(nvml)).processes
+async def test_processes_that_start_between_size_and_fetch_are_fetched_again(mixed: SimNode, nvml: Nvml) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20)])
+    mixed.control.grow_processes(0, 100)
+    processes = (await first_sample(nvml)).processes
     assert processes is not None
     assert len(processes) == 101
 
@@ -110,27 +107,25 @@ async def test_processes_that_start_between_size_and_fetch_are_fetched_again(nod
         ("nvmlDeviceGetGraphicsRunningProcesses_v3", set()),
     ],
 )
-async def test_an_error_of_one_reading_costs_no_other(node: Prepare, function: str, unknown: set[str], code: int) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
-    async with opened(sim) as nvml:
-        good = await first_sample(nvml, utilization=True)
-        sim.control.set_result(function, code, gpu=0)
-        sample = (await nvml.read(utilization=True)).sample
+async def test_an_error_of_one_reading_costs_no_other(
+    mixed: SimNode, nvml: Nvml, function: str, unknown: set[str], code: int
+) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)])
+    good = await first_sample(nvml, utilization=True)
+    mixed.control.set_result(function, code, gpu=0)
+    sample = (await nvml.read(utilization=True)).sample
     assert good.processes == (GpuProcess(pid=20, memory_bytes=300 * MIB, utilization_ratio=0.5),)
     assert (sample.failures, sample.gpus[good.uuid]) == ({}, replace(good, **dict[str, Any].fromkeys(unknown)))
 
 
-async def test_processes_are_unknown_where_their_list_fails(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
-    sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 999, gpu=0)
-    async with opened(sim) as nvml:
-        sample = await first_sample(nvml)
-        assert (sample.processes, sample.memory_used_bytes, sample.power_watts) == (None, 300 * MIB, 34.0)
-        sim.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 0, gpu=0)
-        sim.control.set_result("nvmlDeviceGetGraphicsRunningProcesses_v3", 999, gpu=0)
-        assert await nvml.processes(sample.uuid) is None, "what needs all processes does not rely on a part of them"
+async def test_processes_are_unknown_where_their_list_fails(mixed: SimNode, nvml: Nvml) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20, memory_bytes=300 * MIB)])
+    mixed.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 999, gpu=0)
+    sample = await first_sample(nvml)
+    assert (sample.processes, sample.memory_used_bytes, sample.power_watts) == (None, 300 * MIB, 34.0)
+    mixed.control.set_result("nvmlDeviceGetComputeRunningProcesses_v3", 0, gpu=0)
+    mixed.control.set_result("nvmlDeviceGetGraphicsRunningProcesses_v3", 999, gpu=0)
+    assert await nvml.processes(sample.uuid) is None, "what needs all processes does not rely on a part of them"
 
 
 @pytest.mark.parametrize("function", ["*", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetGraphicsRunningProcesses_v3"])
@@ -147,20 +142,18 @@ async def test_a_lost_gpu_is_missing_from_a_sample_alone(node: Prepare, function
     assert "NVML error 15" in sample.failures[uuids[1]]
 
 
-async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(node: Prepare) -> None:
+async def test_the_utilization_of_clients_of_an_mps_server_is_unknown(mixed: SimNode, nvml: Nvml) -> None:
     """The driver reports it as the server's."""
-    sim = node("mixed-2")
     client = SimProcess(pid=20, memory_bytes=300 * MIB, sm_percent=50)
-    sim.control.set_processes(0, [client, SimProcess(pid=3), SimProcess(pid=4, sm_percent=7)])
-    sim.control.start_mps_server(0, 10)
-    sim.control.attach_mps_client(0, 20, 10)
-    async with opened(sim) as nvml:
-        assert await busy(nvml) == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
-        sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
-        assert await busy(nvml) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
-        sim.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 0, gpu=0)
-        sim.control.end_mps(10)
-        assert await busy(nvml) == {3: 0.0, 4: 0.07, 20: 0.5}
+    mixed.control.set_processes(0, [client, SimProcess(pid=3), SimProcess(pid=4, sm_percent=7)])
+    mixed.control.start_mps_server(0, 10)
+    mixed.control.attach_mps_client(0, 20, 10)
+    assert await busy(nvml) == {3: 0.0, 4: 0.07, 10: 0.5, 20: None}
+    mixed.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 999, gpu=0)
+    assert await busy(nvml) == {3: None, 4: 0.07, 10: 0.5, 20: None}, "any process without a sample may be a client"
+    mixed.control.set_result("nvmlDeviceGetMPSComputeRunningProcesses_v3", 0, gpu=0)
+    mixed.control.end_mps(10)
+    assert await busy(nvml) == {3: 0.0, 4: 0.07, 20: 0.5}
 
 
 @pytest.mark.parametrize("error", [3, 26], ids=["not supported", "deprecated"])
@@ -184,35 +177,29 @@ async def test_utilization_by_the_newer_call_where_the_older_has_gone(
         assert await busy(nvml) == {3: None, 30: None, 60: None}
 
 
-async def test_how_busy_each_process_keeps_its_gpu(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
-    async with opened(sim) as nvml:
-        assert await busy(nvml) == {3: 0.0, 20: 0.35}
-        sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
-        assert await busy(nvml) == {20: 0.8}
-        assert (await first_sample(nvml)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+async def test_how_busy_each_process_keeps_its_gpu(mixed: SimNode, nvml: Nvml) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35), SimProcess(pid=3, sm_percent=0)])
+    assert await busy(nvml) == {3: 0.0, 20: 0.35}
+    mixed.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=80)])
+    assert await busy(nvml) == {20: 0.8}
+    assert (await first_sample(nvml)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
-async def test_no_samples_are_no_error_and_mean_idle(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
-    sim.control.set_result("nvmlDeviceGetProcessUtilization", 6)
-    async with opened(sim) as nvml:
-        assert await busy(nvml) == {20: 0.0}
-        sim.control.set_processes(0, [SimProcess(pid=20)])
-        sim.control.set_result("nvmlDeviceGetProcessUtilization", 0)
-        assert await busy(nvml) == {20: 0.0}
-        assert nvml.call_errors == {}
+async def test_no_samples_are_no_error_and_mean_idle(mixed: SimNode, nvml: Nvml) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20, sm_percent=35)])
+    mixed.control.set_result("nvmlDeviceGetProcessUtilization", 6)
+    assert await busy(nvml) == {20: 0.0}
+    mixed.control.set_processes(0, [SimProcess(pid=20)])
+    mixed.control.set_result("nvmlDeviceGetProcessUtilization", 0)
+    assert await busy(nvml) == {20: 0.0}
+    assert nvml.call_errors == {}
 
 
 @pytest.mark.parametrize("code", [3, 13, 7, 999])
-async def test_utilization_that_the_driver_lacks_does_not_affect_the_rest(node: Prepare, code: int) -> None:
-    sim = node("mixed-2")
-    sim.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
-    sim.control.set_result("nvmlDeviceGetProcessUtilization", code)
-    async with opened(sim) as nvml:
-        assert (await first_sample(nvml, utilization=True)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
+async def test_utilization_that_the_driver_lacks_does_not_affect_the_rest(mixed: SimNode, nvml: Nvml, code: int) -> None:
+    mixed.control.set_processes(0, [SimProcess(pid=20, memory_bytes=MIB, sm_percent=35)])
+    mixed.control.set_result("nvmlDeviceGetProcessUtilization", code)
+    assert (await first_sample(nvml, utilization=True)).processes == (GpuProcess(pid=20, memory_bytes=MIB),)
 
 
 async def test_looks(node: Prepare) -> None:
@@ -287,10 +274,9 @@ async def test_gpus_without_events_are_named(node: Prepare) -> None:
         assert await nvml.watch_events(events) == set(uuids)
 
 
-async def test_another_programs_turn_waits_for_a_slow_event_thread(node: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_programs_turn_waits_for_a_slow_event_thread(mixed: SimNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpumgr.driver.session._STOP_SECONDS", 0.0)  # all the time that an agent has at its end
-    sim = node("mixed-2")
-    async with opened(sim) as nvml:
+    async with opened(mixed) as nvml:
         await nvml.snapshot()
         await nvml.watch_events(Events())
         async with nvml.without_session():
@@ -318,13 +304,11 @@ async def test_another_programs_turn_gives_the_event_thread_no_less_time_than_th
             assert limits == [60.0]
 
 
-async def test_errors_of_the_wait_are_waited_out(node: Prepare) -> None:
-    sim = node("mixed-2")
+async def test_errors_of_the_wait_are_waited_out(mixed: SimNode, nvml: Nvml) -> None:
     events = Events()
-    sim.control.set_result("nvmlEventSetWait_v2", 999)
-    async with opened(sim) as nvml:
-        await nvml.snapshot()
-        await nvml.watch_events(events)
-        sim.control.set_result("nvmlEventSetWait_v2", 0)
-        sim.control.xid(1, 94)
-        assert await events.next() == (sim.description.uuid_of(1), Xid(number=94))
+    mixed.control.set_result("nvmlEventSetWait_v2", 999)
+    await nvml.snapshot()
+    await nvml.watch_events(events)
+    mixed.control.set_result("nvmlEventSetWait_v2", 0)
+    mixed.control.xid(1, 94)
+    assert await events.next() == (mixed.description.uuid_of(1), Xid(number=94))

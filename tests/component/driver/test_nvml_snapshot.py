@@ -10,6 +10,7 @@ from gpumgr.driver.binding import NOT_SUPPORTED, DriverMismatchError
 from gpumgr.driver.driver import Nvml
 from gpumgr.driver.health import Failed
 from gpumgr.placement.devices import Level, NodeSnapshot
+from gpumgr.sim.library import SimNode
 
 from .conftest import Prepare, give_up_after, opened, until_calls_return
 
@@ -54,11 +55,10 @@ async def test_hgx_h100_8(node: Prepare) -> None:
 
 
 @pytest.mark.parametrize("named", [None, 128 << 30])
-async def test_a_gpu_without_memory_information(node: Prepare, named: int | None) -> None:
-    sim = node("mixed-2")
+async def test_a_gpu_without_memory_information(mixed: SimNode, named: int | None) -> None:
     for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
-        sim.control.set_result(function, NOT_SUPPORTED, gpu=0)
-    nvml = Nvml(library_path=sim.library_path, sysfs_root=sim.sysfs_root, unreported_memory_bytes=named)
+        mixed.control.set_result(function, NOT_SUPPORTED, gpu=0)
+    nvml = Nvml(library_path=mixed.library_path, sysfs_root=mixed.sysfs_root, unreported_memory_bytes=named)
     await nvml.open()
     try:
         snapshot = await nvml.snapshot()
@@ -158,14 +158,12 @@ async def test_a_failing_gpu_marks_only_itself(node: Prepare, function: str) -> 
     assert [(failure.index, "Unknown Error (NVML error 999)" in failure.reason) for failure in snapshot.failures] == [(2, True)]
 
 
-async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(node: Prepare) -> None:
-    sim = node("mixed-2")
-    async with opened(sim) as nvml:
-        before = await nvml.snapshot()
-        sim.control.lose_gpu(0)
-        after = await nvml.snapshot()
-        sim.control.restore_gpu(0)
-        assert await nvml.snapshot() == before
+async def test_a_gpu_lost_after_a_snapshot_keeps_its_uuid(mixed: SimNode, nvml: Nvml) -> None:
+    before = await nvml.snapshot()
+    mixed.control.lose_gpu(0)
+    after = await nvml.snapshot()
+    mixed.control.restore_gpu(0)
+    assert await nvml.snapshot() == before
     assert [(failure.index, failure.uuid) for failure in after.failures] == [(0, before.gpus[0].uuid)]
     assert [gpu.uuid for gpu in after.gpus] == [before.gpus[1].uuid]
 
@@ -213,15 +211,14 @@ def refuse(name: str) -> None:
     raise OSError(f"{name}: cannot open shared object file")
 
 
-async def test_a_driver_older_than_init_with_flags(node: Prepare) -> None:
-    sim = node("mixed-2")
-    sim.control.set_result("nvmlInitWithFlags", 13)
-    async with opened(sim) as nvml:
+async def test_a_driver_older_than_init_with_flags(mixed: SimNode) -> None:
+    mixed.control.set_result("nvmlInitWithFlags", 13)
+    async with opened(mixed) as nvml:
         assert len((await nvml.snapshot()).gpus) == 2
-    sim.control.set_result("nvmlInitWithFlags", 13)
-    sim.control.set_result("nvmlInit_v2", 18)
+    mixed.control.set_result("nvmlInitWithFlags", 13)
+    mixed.control.set_result("nvmlInit_v2", 18)
     with pytest.raises(DriverMismatchError):
-        await Nvml(library_path=sim.library_path).open()
+        await Nvml(library_path=mixed.library_path).open()
 
 
 async def test_a_driver_that_hangs_in_the_middle_of_a_snapshot(node: Prepare) -> None:
