@@ -240,9 +240,12 @@ class GpuLabels(msgspec.Struct, frozen=True):
         return ", ".join(map(self.label, gpus))
 
 
+def by_index(rows: Iterable[GpuRow]) -> list[GpuRow]:
+    return sorted(rows, key=lambda row: (row.index is None, row.index or 0, row.name))
+
+
 def gpus_of(rows: Iterable[GpuRow]) -> GpuLabels:
-    ordered = sorted(rows, key=lambda row: (row.index is None, row.index or 0, row.name))
-    return GpuLabels({row.name: row.index for row in ordered})
+    return GpuLabels({row.name: row.index for row in by_index(rows)})
 
 
 def gpu_status(row: GpuRow) -> str:

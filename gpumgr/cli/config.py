@@ -7,7 +7,6 @@ from typing import Literal
 
 import click
 import yaml
-from msgspec.structs import asdict
 
 from gpumgr.cli.options import ExitingCommand, config_option, effective_settings, output_option
 from gpumgr.settings import check_settings
@@ -40,7 +39,8 @@ def check(file: Path, output: Literal["text", "json"]) -> None:
     """
     problems = check_settings(file)
     if output == "json":
-        click.echo(json.dumps({"ok": not problems, "problems": [_document(asdict(problem)) for problem in problems]}))
+        found = [{"file": each.source, "line": each.line, "key": each.key, "message": each.message} for each in problems]
+        click.echo(json.dumps({"ok": not problems, "problems": found}))
     elif problems:
         for problem in problems:
             click.echo(str(problem), err=True)
@@ -65,7 +65,3 @@ def show(file: Path | None, output: Literal["text", "json"]) -> None:
         click.echo(json.dumps(document, indent=2))
     else:
         click.echo(yaml.safe_dump(json.loads(json.dumps(document)), sort_keys=False), nl=False)
-
-
-def _document(problem: dict[str, object]) -> dict[str, object]:
-    return {"file": problem.pop("source"), **problem}

@@ -150,7 +150,7 @@ def migrate_gpu_manager(
             records=read_gpu_manager_checkpoint(checkpoint),
             live=live,
             holders=holders,
-            names=_names(objects),
+            names={pod.metadata.uid: pod.full_name for pod in of_type(objects, Pod) if pod.metadata.uid is not None},
             answering=[path for path in answering(folder) if not path.name.startswith("nvidia")],
             registered=registered,
         ),
@@ -183,10 +183,6 @@ async def _kubelets_view(folder: Path) -> tuple[frozenset[str] | None, Holders, 
         return None, {}, {}
     holders = foreign(((e.pod_uid, e.container, e.device_ids) for e in entries or () if e.resource in VCUDA_NAMES), ())
     return pods_with_devices(entries), holders, {name: counts[name] for name in VCUDA_NAMES if name in counts}
-
-
-def _names(objects: tuple[Object, ...]) -> Mapping[str, str]:
-    return {pod.metadata.uid: pod.full_name for pod in of_type(objects, Pod) if pod.metadata.uid is not None}
 
 
 # -- HAMi --------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from gpumgr.common.units import count_text
 from gpumgr.kube.client import UNREADABLE, AnswerError, ApiServer, items_of, unreadable_text
 from gpumgr.settings.schema import SchedulerSettings
 
-Document = dict[str, Any]
+Json = dict[str, Any]
 _REMEDY: Final = "make it with `gpumgr simulate --from-cluster --snapshot FILE` of this version"
 _MOST_BYTES: Final = 1 << 20
 #: Paths of the kept fields. Others, such as environment variables, may contain secrets.
@@ -61,7 +61,7 @@ class _PodFile(TypedDict):
     metadata: dict[str, Any]
 
 
-async def read_cluster(kubeconfig: Path) -> Document:
+async def read_cluster(kubeconfig: Path) -> Json:
     """Raises GpumgrError."""
     async with ApiServer.session(kubeconfig, remedy="give another --kubeconfig") as server:
         nodes = await _items(server, "/api/v1/nodes")
@@ -116,7 +116,6 @@ _OUTPUT: Final = click.Option(["--output"], type=click.Choice(["table", "json"])
 _MOST_MOVES: Final = click.Option(
     ["--most-moves"], type=click.IntRange(0, 10), default=3, show_default=True, help="The longest plan to look for."
 )
-Json = dict[str, Any]
 #: The answer as data and as text, and whether the pod fits or a plan was found.
 Answer = tuple[Json, str, bool]
 

@@ -23,6 +23,7 @@ from gpumgr.cli.agent_client import (
     STATE,
     AgentClient,
     GpuLabels,
+    by_index,
     decoded,
     excess_sentence,
     gpu_sentences,
@@ -63,10 +64,9 @@ def _head(state: NodeState) -> str:
 def _gpu_table(rows: Iterable[GpuRow], gpus: GpuLabels) -> Table:
     names = ("CORES", "BUSY", "MEMORY", "USED", "TEMP", "POWER")
     table = open_table(("GPU", False), ("MODEL", False), ("STATE", False), *((name, True) for name in names))
-    for gpu in gpus.indices:
-        row = next(row for row in rows if row.name == gpu)
+    for row in by_index(rows):
         table.add_row(
-            Text(gpus.short(gpu)),
+            Text(gpus.short(row.name)),
             Text(_model(row.model)),
             Text(gpu_status(row), style=_style(row)),
             f"{CORES_PER_GPU - row.cores_free}/{CORES_PER_GPU}",
@@ -88,7 +88,7 @@ def _style(row: GpuRow) -> str:
 def _notes(state: NodeState, gpus: GpuLabels) -> list[str]:
     """Sentences about what does not fit into the table."""
     notes = []
-    for row in sorted(state.gpus, key=lambda row: list(gpus.indices).index(row.name)):
+    for row in by_index(state.gpus):
         label = gpus.label(row.name)
         notes += gpu_sentences(row, label)
         notes += [sentence] if (sentence := excess_sentence(row, label)) else []

@@ -200,10 +200,8 @@ def _sizes(entry: HistoryEntry, pod: PodDetails) -> dict[Resource, int]:
 def _title(entry: HistoryEntry, sizes: Mapping[Resource, int]) -> str:
     """The name of the call is left out for a grant, which is always made in Allocate, or for a claim in
     NodePrepareResources."""
-    if entry.what == "gpu":
-        return f"gpu {entry.code}" if entry.code else "gpu"
-    if entry.what == "event":
-        return f"event {entry.code}" if entry.code else "event"
+    if entry.what in ("gpu", "event"):
+        return f"{entry.what} {entry.code}" if entry.code else entry.what
     size = f" {amount}" if (amount := _amount(sizes)) else ""
     whom = f" {'to' if entry.what == 'granted' else 'for'} {entry.container}" if entry.container and size else ""
     call = f" in {CALLS[entry.call]}" if entry.call and entry.what != "granted" else ""
@@ -219,8 +217,7 @@ def _outcome(entry: HistoryEntry, gpus: GpuLabels) -> Iterator[str]:
         yield f"refused as {entry.code or 'unknown'}{_because(entry)}"
         yield f"allocation {entry.id}"
     else:
-        where = f"{gpus.labels(entry.gpus)}" if entry.gpus else ""
-        yield (where + _because(entry)).removeprefix(": ") or "no details"
+        yield (gpus.labels(entry.gpus) + _because(entry)).removeprefix(": ") or "no details"
 
 
 def _because(entry: HistoryEntry) -> str:
@@ -280,7 +277,7 @@ def _now(pod: PodDetails, gpus: GpuLabels, *, live: bool) -> Iterator[str]:
         if row.why and row.allocation not in explained:  # the reason is the same for all GPUs of the allocation
             yield f"    why: {row.why}"
         explained.add(row.allocation)
-        yield f"    {_limits(row)}"
+        yield f"    {'no limits: it has the whole GPU' if row.whole else limits_sentence(row.mechanisms)}"
         if row.suspension:
             yield f"    {row.suspension}{f': {row.suspension_reason}' if row.suspension_reason else ''}"
         if row.gpu in states and row.gpu not in described:
@@ -301,12 +298,6 @@ def _holding(row: ContainerRow, gpus: GpuLabels) -> str:
     )
     who = f"{row.container or 'a container'}{' (init container)' if row.init else ''}"
     return f"{who} has {share} since {clock_time(row.granted_at)} (allocation {row.allocation})"
-
-
-def _limits(row: ContainerRow) -> str:
-    if row.whole:
-        return "no limits: it has the whole GPU"
-    return limits_sentence(row.mechanisms)
 
 
 def _use(row: ContainerRow) -> str:

@@ -8,7 +8,7 @@ the file or a variable, means the default.
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -213,27 +213,32 @@ def _dotted() -> list[str]:
     return [f"{section}.{key}" for section, keys in sections().items() for key in keys]
 
 
+#: Adds the problem of a line and a dotted key.
+_Report = Callable[[int | None, str | None, str], None]
+
+
 def _from_file(path: Path, problems: list[Problem]) -> Iterator[_Given]:
+    def report(line: int | None, key: str | None, message: str) -> None:
+        problems.append(Problem(source=str(path), line=line, key=key, message=message))
+
     try:
         root = read_tree(path)
     except UnreadableError as error:
-        problems.append(Problem(source=str(path), line=error.line, message=str(error)))
+        report(error.line, None, str(error))
         return
-    for section, line, node in _entries(root, path, None, problems):
+    for section, line, node in _entries(root, None, report):
         if section not in sections():
-            problems.append(Problem(source=str(path), line=line, key=section, message=_unknown_section(section)))
+            report(line, section, _unknown_section(section))
             continue
-        for key, key_line, value in _entries(node, path, section, problems):
+        for key, key_line, value in _entries(node, section, report):
             name = f"{section}.{key}"
             if key not in sections()[section]:
-                message = f"unknown key; {nearest(key, sections()[section])}"
-                problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
+                report(key_line, name, f"unknown key; {nearest(key, sections()[section])}")
                 continue
             try:
                 constructed = value_of(value)
             except UnreadableError as error:
-                message = f"can't be read ({error}); allowed: {allowed(sections()[section][key])}"
-                problems.append(Problem(source=str(path), line=key_line, key=name, message=message))
+                report(key_line, name, f"can't be read ({error}); allowed: {allowed(sections()[section][key])}")
             else:
                 yield _Given(name, constructed, str(path), key_line)
 
@@ -245,24 +250,18 @@ def _unknown_section(section: str) -> str:
     return f"unknown section; {nearest(section, sections())}"
 
 
-def _entries(
-    node: yaml.Node | None, path: Path, section: str | None, problems: list[Problem]
-) -> Iterator[tuple[str, int, yaml.Node]]:
+def _entries(node: yaml.Node | None, section: str | None, report: _Report) -> Iterator[tuple[str, int, yaml.Node]]:
     """(key, line, value) of a mapping. Null is an empty mapping; a repeated key is an error."""
     if node is None or is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):
         expected = ", ".join(sections()[section] if section else sections())
-        message = f"must be a mapping; allowed: {expected}"
-        problems.append(Problem(source=str(path), line=line_of(node), key=section, message=message))
+        report(line_of(node), section, f"must be a mapping; allowed: {expected}")
         return
     first_lines: dict[str, int] = {}
     for key, line, value in entries(node):
         if key in first_lines:
-            name = f"{section}.{key}" if section else key
-            problems.append(
-                Problem(source=str(path), line=line, key=name, message=f"appears twice, first in line {first_lines[key]}")
-            )
+            report(line, f"{section}.{key}" if section else key, f"appears twice, first in line {first_lines[key]}")
             continue
         first_lines[key] = line
         yield key, line, value

@@ -66,14 +66,24 @@ class NodeBackends:
         return skipped(f"this node can't use it: {obstacle}")
 
     async def look_at_choice(self) -> CheckResult:
+        """The result names only backends of the setting: the other ones have their own checks."""
+        setting = self._settings.enforcement.backend
         if self._hardware.simulated and backend_words(self._settings) == {"auto"}:
             return skipped("on a simulated node enforcement.backend auto limits nothing")
         choice = await self.choice()
+        if lost := [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]:
+            return error(
+                f"enforcement.backend is {setting}, which this node can't use: {', '.join(lost)}",
+                "repair that, or choose another backend; until then containers that share a GPU are refused at their start",
+            )
+        if choice.mechanisms == NO_MECHANISM:
+            remedy = "set enforcement.backend to auto" if setting != "auto" else "repair what one of the backends above lacks"
+            return warning(f"no backend enforces the limits of shares (enforcement.backend is {setting})", remedy)
         try:
             seen = (await self._gpus.snapshot()).gpus
         except NvmlError:
             seen = ()
-        return judge_choice(self._settings.enforcement.backend, choice, choice.describe(seen))
+        return ok(choice.describe(seen))
 
 
 async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SECONDS) -> CheckResult:
@@ -86,20 +96,6 @@ async def look_at_bursts(settings: Settings, *, timeout_seconds: float = PEER_SE
     gpus = gpus_of(state.gpus)
     found = [sentence for row in state.gpus if (sentence := excess_sentence(row, gpus.label(row.name)))]
     return ok("; ".join(found) or "on each GPU the memory limits of the containers are within the GPU's memory")
-
-
-def judge_choice(setting: str, choice: MechanismChoice, described: str) -> CheckResult:
-    """`setting`: enforcement.backend. The result names only backends of this setting: the other ones have their own checks."""
-    lost = [f"{name} ({choice.obstacles[name]})" for name in sorted(choice.mechanisms) if name in choice.obstacles]
-    if lost:
-        return error(
-            f"enforcement.backend is {setting}, which this node can't use: {', '.join(lost)}",
-            "repair that, or choose another backend; until then containers that share a GPU are refused at their start",
-        )
-    if choice.mechanisms == NO_MECHANISM:
-        remedy = "set enforcement.backend to auto" if setting != "auto" else "repair what one of the backends above lacks"
-        return warning(f"no backend enforces the limits of shares (enforcement.backend is {setting})", remedy)
-    return ok(described)
 
 
 def _library_text(settings: Settings) -> str:

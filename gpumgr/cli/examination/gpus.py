@@ -61,11 +61,7 @@ def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> Ch
     except OSError:
         return error(f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
     shown = parse_proc_version(text) or text.partition("\n")[0].strip()
-    try:
-        devices = (proc_root / "devices").read_text(errors="replace").split()
-    except OSError:
-        devices = ["nvidia-uvm"]  # it is not known whether the module is loaded, so it is not reported as missing
-    if "nvidia-uvm" not in devices:
+    if "nvidia-uvm" not in (proc_root / "devices").read_text(errors="replace").split():
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)
 
