@@ -68,33 +68,26 @@ async def kubeconfig(folder: Path) -> AsyncIterator[Path]:
         yield api.kubeconfig(folder / "kubeconfig")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["team/two"], 2, "nothing to change: give --cores N, --memory MIB, or both"),
-        (["team/two", "--cores", "100"], 2, "100 is not in the range 1<=x<=99"),
-        (["team/two", "--memory", "0"], 2, "0 is not in the range x>=1"),
-        (["a/b/c", "--cores", "1"], 2, "'a/b/c' is not a pod's name"),
-        (["team/two", "--cores", "1"], 2, "several containers of the pod have GPUs: give --container with one of main, side"),
-        (
-            ["team/two", "--cores", "1", "--container", "x"],
-            1,
-            "container x has no share of a GPU from gpumgr; these containers have one: main, side",
-        ),
-        (["team/claim", "--cores", "1"], 1, "the capacity of a claim is fixed by the API"),
-        (
-            ["team/none", "--cores", "1"],
-            1,
-            "has no share of a GPU from gpumgr; the pod's annotation gpumgr.io/allocations names none",
-        ),
-        (["team/over", "--cores", "1"], 1, "the pod has ended"),
-        (["team/missing", "--cores", "1"], 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),
-    ],
-)
+NAMES_NONE = "has no share of a GPU from gpumgr; the pod's annotation gpumgr.io/allocations names none"
+NO_SHARE = "container x has no share of a GPU from gpumgr; these containers have one: main, side"
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    ("team/two", 2, "nothing to change: give --cores N, --memory MIB, or both"),
+    ("team/two --cores 100", 2, "100 is not in the range 1<=x<=99"),
+    ("team/two --memory 0", 2, "0 is not in the range x>=1"),
+    ("a/b/c --cores 1", 2, "'a/b/c' is not a pod's name"),
+    ("team/two --cores 1", 2, "several containers of the pod have GPUs: give --container with one of main, side"),
+    ("team/two --cores 1 --container x", 1, NO_SHARE),
+    ("team/claim --cores 1", 1, "the capacity of a claim is fixed by the API"),
+    ("team/none --cores 1", 1, NAMES_NONE),
+    ("team/over --cores 1", 1, "the pod has ended"),
+    ("team/missing --cores 1", 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),
+])  # fmt: skip
 async def test_what_can_not_be_resized_is_refused_with_the_reason(
-    arguments: list[str], code: int, message: str, kubeconfig: Path, gpumgr_command: Gpumgr
+    arguments: str, code: int, message: str, kubeconfig: Path, gpumgr_command: Gpumgr
 ) -> None:
-    (await gpumgr_command("resize", *arguments, "--kubeconfig", kubeconfig)).failed(code, message)
+    (await gpumgr_command("resize", *arguments.split(), "--kubeconfig", kubeconfig)).failed(code, message)
 
 
 async def test_a_node_that_does_not_answer_is_said(

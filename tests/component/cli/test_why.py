@@ -28,18 +28,15 @@ async def test_json_is_the_agents_document(agent: FakeAgent, gpumgr_command: Gpu
 
 async def test_an_unknown_pod_is_exit_code_1(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("why", "resnet-0", "--socket", agent.socket)
-    assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith("gpumgr: nothing is known of pod default/resnet-0 on this node: ")
-    assert ended.err.endswith("; for another namespace give NAMESPACE/POD\n")
+    ended.failed(1, "nothing is known of pod default/resnet-0 on this node: ", "; for another namespace give NAMESPACE/POD\n")
 
 
 @pytest.mark.parametrize(
     ("name", "said"), [("a/b/\x1b[2J", "'a/b/\\x1b[2J' is not a pod's name"), ("team/\udcff", "it is not UTF-8 text")]
 )
 async def test_what_names_no_pod_is_wrong_input(agent: FakeAgent, gpumgr_command: Gpumgr, name: str, said: str) -> None:
-    ended = await gpumgr_command("why", name, "--socket", agent.socket)
-    assert (ended.code, ended.out, agent.asked) == (2, "", [])
-    assert said in ended.err
+    (await gpumgr_command("why", name, "--socket", agent.socket)).failed(2, said)
+    assert agent.asked == []
 
 
 async def test_hostile_names_are_requested_unchanged_and_printed_escaped(agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
@@ -81,9 +78,8 @@ async def test_without_the_agent_the_checkpoint_is_read(folder: Path, gpumgr_com
 async def test_the_checkpoint_shows_a_cordon_and_no_health(folder: Path, gpumgr_command: Gpumgr) -> None:
     await remember(folder, cordons={"GPU-11111111-aaaa": Cordon(reason="broken fan", since=AT)})
     ended = await gpumgr_command("why", "team/resnet-0")
-    assert (
-        "    kept within its share by mps\n    GPU0 is cordoned since 2023-11-14 22:13:20Z: broken fan\nWhat it uses" in ended.out
-    )
+    cordoned = "    GPU0 is cordoned since 2023-11-14 22:13:20Z: broken fan\n"
+    assert f"    kept within its share by mps\n{cordoned}What it uses" in ended.out
     document = json.loads((await gpumgr_command("why", "team/resnet-0", "--output", "json")).out)
     assert (document["live"], document["allocations"][0]["memory_used_bytes"]) == (False, None)
     assert [told["number"] for told in document["history"]] == [ENTRIES[0].number]

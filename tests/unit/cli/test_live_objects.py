@@ -1,4 +1,4 @@
-"""Objects of the API as the what-if questions need them."""
+"""Objects of the API as the what-if questions need them, and what a snapshot keeps of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from gpumgr.cli.live_objects import live_cluster
+from gpumgr.cli.simulate_live import _is_kept
+from gpumgr.cluster.scheduler.objects import parse_watched_pod
 from gpumgr.cluster.simulation.live import LivePod
+from gpumgr.common.units import (
+    CORE_LIMIT_ANNOTATION,
+    MEMORY_LIMIT_ANNOTATION,
+    RESIZE_ANNOTATION,
+    SUSPEND_ANNOTATION,
+    SUSPEND_WHEN_IDLE_ANNOTATION,
+)
+from gpumgr.kube.pods import CLUSTER_ANNOTATION
 from tests.component.cluster.scheduler.conftest import inventory, node
 
 Json = dict[str, Any]
@@ -158,3 +168,48 @@ def test_missing_budgets_are_named() -> None:
     assert live_cluster({"nodes": nodes(), "pods": []}, "binpack")[1] == [
         "PodDisruptionBudgets can't be listed: no pod counts as protected by one"
     ]
+
+
+# -- what a snapshot keeps ---------------------------------------------------------------------------------------------------
+
+#: Only the node's agent uses these, or they are HAMi's records of pods with HAMi's resources, which the simulation does not read.
+NOT_KEPT = {
+    CORE_LIMIT_ANNOTATION,
+    MEMORY_LIMIT_ANNOTATION,
+    RESIZE_ANNOTATION,
+    SUSPEND_ANNOTATION,
+    SUSPEND_WHEN_IDLE_ANNOTATION,
+    CLUSTER_ANNOTATION,
+    "hami.io/vgpu-node",
+}
+
+
+class Recorder(dict[str, Any]):
+    """Annotations that note which of them are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, *default: Any) -> Any:
+        self.read.add(key)
+        return super().get(key, *default)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_a_snapshot_has_all_annotations_that_decide_where_a_pod_goes() -> None:
+    annotations = Recorder()
+    parse_watched_pod({"metadata": {**POD["metadata"], "annotations": annotations}, "spec": {"nodeName": "a", "containers": GPU}})
+    assert "nvidia.com/vgpu-mode" in annotations.read
+    left_out = {key for key in annotations.read if not _is_kept(f"pods/metadata/annotations/{key}")}
+    assert left_out <= NOT_KEPT

@@ -1,5 +1,7 @@
 """The tables of `gpumgr usage`, out of one fixed state: at 80 columns, and where there is room."""
 
+from typing import Any
+
 import pytest
 
 from gpumgr.agent.api import GpuRow, NodeState
@@ -46,13 +48,17 @@ team/bert          1  -/100       -      99%   79.5G    70.0G  whole GPU
 (main)"""
 
 
+def shown(document: dict[str, Any], width: int | None) -> str:
+    return usage_text(decoded(document, NodeState), width=width)
+
+
 def test_80_columns_show_everything_that_matters() -> None:
-    assert usage_text(decoded(state(), NodeState), width=80) == NARROW
+    assert shown(state(), 80) == NARROW
 
 
 @pytest.mark.parametrize("width", [140, None])
 def test_with_room_each_container_has_one_line(width: int | None) -> None:
-    assert usage_text(decoded(state(), NodeState), width=width).endswith("\n\n" + WIDE_CONTAINERS)
+    assert shown(state(), width).endswith("\n\n" + WIDE_CONTAINERS)
 
 
 def test_a_container_that_the_limiter_limits_has_its_turns() -> None:
@@ -62,14 +68,14 @@ def test_a_container_that_the_limiter_limits_has_its_turns() -> None:
         container("b", "new", NAMES[0], held_ratio=0.0, mechanisms=["limiter"]),
         next(row for row in state()["containers"] if row["pod"] == "bert"),
     ]
-    assert usage_text(decoded({**state(), "containers": rows}, NodeState), width=80).endswith("\n\n" + TURNS)
+    assert shown({**state(), "containers": rows}, 80).endswith("\n\n" + TURNS)
 
 
 @pytest.mark.parametrize("turns", [{}, {"held_ratio": 1.0, "waited_ratio": 1.0}])
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_longest_names_fit_any_width_and_are_not_cut(width: int, turns: dict[str, float]) -> None:
     facts = {"container": "q" * 63, "mechanisms": ["nvml-memory", "limiter"], **turns}
-    text = usage_text(decoded({**state(), "containers": [container("a", "z" * 253, NAMES[0], **facts)]}, NodeState), width=width)
+    text = shown({**state(), "containers": [container("a", "z" * 253, NAMES[0], **facts)]}, width)
     assert max(map(len, text.splitlines())) <= max(width, 80)
     assert (text.count("z"), text.count("q")) == (253, 63)
 
@@ -82,7 +88,7 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
         container("d", "busy", NAMES[0], utilization_ratio=0.5),
         container("e", "unknown", NAMES[0]),
     ]
-    text = usage_text(decoded({**state(), "containers": rows}, NodeState), width=None)
+    text = shown({**state(), "containers": rows}, None)
     pods = [line.split()[0] for line in text.splitlines() if line.startswith("team/")]
     assert pods == ["team/busy", "team/fuller", "team/idle", "team/unknown", "team/other"]
 
@@ -94,7 +100,7 @@ def test_containers_stand_by_gpu_then_by_use() -> None:
 def test_the_none_mechanism_is_not_shown_as_enforcement(mechanisms: list[str], limits: str) -> None:
     known = {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
     document = {**state(), "containers": [container("a", "p", NAMES[0], mechanisms=mechanisms, **known)]}
-    assert usage_text(decoded(document, NodeState), width=None).endswith(f"-  {limits}")
+    assert shown(document, None).endswith(f"-  {limits}")
 
 
 def test_a_burst_shows_request_and_limit_and_the_gpu_by_how_much_limits_exceed_it() -> None:
@@ -102,27 +108,22 @@ def test_a_burst_shows_request_and_limit_and_the_gpu_by_how_much_limits_exceed_i
     document = {**state(), "containers": [container("a", "p", NAMES[0], **facts)]}
     document["gpus"] = [{**gpu, "limits_excess_bytes": 3 * GIB if gpu["name"] == NAMES[0] else 0} for gpu in document["gpus"]]
     for width in (80, 140):
-        text = usage_text(decoded(document, NodeState), width=width)
+        text = shown(document, width)
         assert "5.0G..8.0G  6.0G" in text
         assert "within" in text
         assert text.count("the memory limits of the containers on GPU0") == text.count("exceed its memory by 3.0 GiB") == 1
     over = {**facts, "memory_used_bytes": 9 * GIB, "over": True}
-    assert "over by 1.0G" in usage_text(
-        decoded({**state(), "containers": [container("a", "p", NAMES[0], **over)]}, NodeState), width=140
-    )
+    assert "over by 1.0G" in shown({**state(), "containers": [container("a", "p", NAMES[0], **over)]}, 140)
 
 
 def test_an_empty_node_and_one_that_is_not_ready_have_a_message() -> None:
-    text = usage_text(
-        decoded({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}, NodeState), width=80
-    )
-    assert text.splitlines()[1] == "no driver was found yet"
-    assert text.splitlines()[-1] == "no containers to show"
+    lines = shown({**state(), "gpus": [], "containers": [], "not_ready": ["no driver was found yet"]}, 80).splitlines()
+    assert (lines[1], lines[-1]) == ("no driver was found yet", "no containers to show")
 
 
 def test_gpus_that_can_not_be_described_are_named() -> None:
     failed = {**state(), "failures": [{"index": 7, "uuid": None, "message": "the driver says: unknown error"}]}
-    assert "GPU7 can't be described: the driver says: unknown error" in usage_text(decoded(failed, NodeState), width=None)
+    assert "GPU7 can't be described: the driver says: unknown error" in shown(failed, None)
 
 
 @pytest.mark.parametrize(

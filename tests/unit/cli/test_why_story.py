@@ -106,19 +106,16 @@ def test_turns_of_the_limiter_are_part_of_what_it_uses(facts: dict[str, float], 
     ],
 )
 def test_why_a_gpu_was_not_chosen_goes_by_the_pods_request(cores: int, blocks: int, free: tuple[int, int], verdict: str) -> None:
-    refused = entry(
-        1, "refused", container="main", call="prefer", kind="core", size=cores, code="no_fit", candidates=[candidate(0, *free)]
-    )
+    decision = {"container": "main", "call": "prefer", "kind": "core", "size": cores, "code": "no_fit"}
+    refused = entry(1, "refused", **decision, candidates=[candidate(0, *free)])
     request = [{"container": "main", "kind": "app", "cores": cores, "memory_blocks": blocks}]
     assert verdicts(told(of("p", refused, request=request))) == [verdict]
 
 
 def test_a_gpu_that_had_room_too_is_said_to_have_had_it() -> None:
-    both = {"id": "a", "container": "main", "gpus": [NAMES[1]]}
-    first = entry(
-        1, "granted", **both, call="prefer", kind="core", size=30, candidates=[candidate(0, 90, 90), candidate(1, 70, 70)]
-    )
-    second = entry(2, "granted", **both, call="prefer", kind="memory", size=20)
+    both = {"id": "a", "container": "main", "call": "prefer", "gpus": [NAMES[1]]}
+    first = entry(1, "granted", **both, kind="core", size=30, candidates=[candidate(0, 90, 90), candidate(1, 70, 70)])
+    second = entry(2, "granted", **both, kind="memory", size=20)
     assert verdicts(told(of("p", first, second))) == ["fits, was not chosen"]
 
 
@@ -135,24 +132,19 @@ def test_both_calls_of_an_allocation_are_one_decision_with_the_first_gpu_table()
 
 
 @pytest.mark.parametrize(
-    ("second", "titles"),
+    ("what", "id", "kind", "title"),
     [
-        (
-            {"what": "granted", "id": "b", "kind": "memory"},
-            ["granted 30 cores to main", "granted 1 memory block (0.25 GiB) to main"],
-        ),
-        ({"what": "granted", "id": "a", "kind": "core"}, ["granted 30 cores to main", "granted 1 core to main"]),
-        (
-            {"what": "refused", "id": "a", "kind": "memory"},
-            ["granted 30 cores to main", "refused 1 memory block (0.25 GiB) for main in Allocate"],
-        ),
+        ("granted", "b", "memory", "granted 1 memory block (0.25 GiB) to main"),
+        ("granted", "a", "core", "granted 1 core to main"),
+        ("refused", "a", "memory", "refused 1 memory block (0.25 GiB) for main in Allocate"),
     ],
 )
-def test_other_decisions_are_shown_one_by_one(second: dict[str, Any], titles: list[str]) -> None:
+def test_other_decisions_are_shown_one_by_one(what: str, id: str, kind: str, title: str) -> None:
     main = {"container": "main", "call": "allocate"}
-    both = entry(1, "granted", id="a", kind="core", size=30, **main), entry(2, second.pop("what"), size=1, **main, **second)
+    both = entry(1, "granted", id="a", kind="core", size=30, **main), entry(2, what, id=id, kind=kind, size=1, **main)
     lines = told(of("p", *both)).splitlines()
-    assert [line.partition("Z  ")[2] for line in lines if line.startswith("  2026")] == titles
+    shown = [line.partition("Z  ")[2] for line in lines if line.startswith("  2026")]
+    assert shown == ["granted 30 cores to main", title]
 
 
 @pytest.mark.parametrize("call", get_args(Call))
@@ -229,10 +221,8 @@ def test_health_events_of_a_pods_gpus_are_shown_with_its_events_and_its_gpus() -
     text = told(of("p", lost, allocations=rows, gpus=gpus))
     assert "  2026-09-21 13:56:48Z  gpu lost\n    GPU0: XID 79: the GPU has fallen off the bus\n" in text
     seats = text.partition("It holds:\n")[2]
-    assert (
-        "    kept within its share by mps\n    GPU0 takes nothing new: XID 79: the GPU has fallen off the bus\n    what it uses"
-        in seats
-    )
+    new = "    GPU0 takes nothing new: XID 79: the GPU has fallen off the bus\n"
+    assert f"    kept within its share by mps\n{new}    what it uses" in seats
     assert "    GPU1 is cordoned since 2026-09-21 14:12:20Z: new NVLink bridge\n" in seats
     assert (seats.count("takes nothing new"), seats.count("cordoned")) == (1, 1)
 

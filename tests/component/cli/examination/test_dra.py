@@ -57,6 +57,14 @@ DIFFERS = "ResourceSlice {name} differs from the driver: "
 
 
 LARGER = replace(DEVICES[1], gpu=replace(DEVICES[1].gpu, memory_bytes=40 << 30))
+NO_SHARING = (
+    "API server v1.37.2: the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature "
+    "gate DRAConsumableCapacity is off, so GPUs can't be shared and none is offered"
+)
+NO_TAINTS = (
+    "API server v1.37.2: the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not "
+    "work or are cordoned are left out of the ResourceSlice instead"
+)
 LOST = device(2, taints=(Taint(key=LOST_TAINT),))
 
 
@@ -77,18 +85,8 @@ def lacks(gate: str) -> Callable[[Resources], Any]:
         (shows(*DEVICES, device(2)), "warning", DIFFERS + "the driver does not list GPU-00000002"),
         (shows(*DEVICES, LOST), "ok", "API server v1.37.2: 3 GPUs in {name}, 1 with taints"),
         (shows(DEVICES[0], LARGER), "warning", DIFFERS + "GPU-00000001 has 160 blocks of memory in place of 320"),
-        (
-            lacks("DRAConsumableCapacity"),
-            "error",
-            "API server v1.37.2: the API server has dropped allowMultipleAllocations and requestPolicy from the ResourceSlice: the feature "
-            "gate DRAConsumableCapacity is off, so GPUs can't be shared and none is offered",
-        ),
-        (
-            lacks("DRADeviceTaints"),
-            "warning",
-            "API server v1.37.2: the API server drops the taints of devices: the feature gate DRADeviceTaints is off, so GPUs that do not "
-            "work or are cordoned are left out of the ResourceSlice instead",
-        ),
+        (lacks("DRAConsumableCapacity"), "error", NO_SHARING),
+        (lacks("DRADeviceTaints"), "warning", NO_TAINTS),
         (lacks("resource.k8s.io/v1"), "error", "the API server (v1.37.2) has no resource.k8s.io/v1"),
     ],
 )
