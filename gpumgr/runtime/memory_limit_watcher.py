@@ -166,16 +166,13 @@ class MemoryLimitWatcher:
         for allocation, tenant in shares.items():
             if not (containers := ownership.containers.get(allocation)):
                 continue
-            pids = ownership.pids.get(allocation, ())
             uses = {gpu.name: use.containers[allocation, gpu.name] for gpu in tenant.gpus}
             gpu_pids = frozenset(pid for each in uses.values() for pid in each.processes)
-            if not gpu_pids <= set(pids):
-                pids = tuple(sorted({*pids, *gpu_pids}))
             yield RunningContainer(
                 tenant=tenant,
                 container=containers[0],
                 others=tuple(containers[1:]),
-                pids=pids,
+                pids=tuple(sorted(gpu_pids.union(ownership.pids.get(allocation, ())))),
                 gpu_pids=gpu_pids,
                 # For a suspended container the driver's figure is not the container's memory.
                 memory_bytes={gpu: None if allocation in away else each.memory_bytes for gpu, each in uses.items()},
@@ -264,8 +261,6 @@ class _Evictions:
 
 
 def _with_turns(use: NodeUse, turns: Mapping[AllocationOnGpu, TurnUse]) -> NodeUse:
-    if not turns:
-        return use
     containers = {place: replace(each, turns=turns[place]) if place in turns else each for place, each in use.containers.items()}
     return replace(use, containers=containers)
 
