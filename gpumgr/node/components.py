@@ -35,8 +35,9 @@ from gpumgr.driver.health import HealthRules
 from gpumgr.driver.monitor import Monitor
 from gpumgr.driver.programs import load_modules, reset_gpu
 from gpumgr.kube.client import ApiServer
+from gpumgr.kubelet.device_lists import ResourceLists
 from gpumgr.kubelet.other_plugins import OtherDevicePlugins
-from gpumgr.kubelet.plugin_registration import KubeletLink, ResourceLists
+from gpumgr.kubelet.plugin_registration import KubeletLink
 from gpumgr.kubelet.records import SPECS_SECONDS, PodResourcesClient, stored_nodes
 from gpumgr.ledger.answer import DriverAccess, HostPaths
 from gpumgr.ledger.ledger import Allocation, AllocationId

@@ -26,7 +26,8 @@ from gpumgr.driver.hardware_events import HardwareEvents
 from gpumgr.driver.monitor import Monitor
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.enforcement.mps.backend import Mps
-from gpumgr.kubelet.plugin_registration import KubeletLink, ResourceLists
+from gpumgr.kubelet.device_lists import ResourceLists
+from gpumgr.kubelet.plugin_registration import KubeletLink
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.runtime.memory_limit_watcher import MemoryLimitWatcher
 from gpumgr.settings import Settings

@@ -26,7 +26,8 @@ from gpumgr.enforcement.backend import Unlimited
 from gpumgr.enforcement.enforcer import Enforcer
 from gpumgr.kube.hami_formats import replica_request
 from gpumgr.kube.pods import parse_quantity, selected
-from gpumgr.kubelet.plugin_registration import KubeletLink, encode_node_devices
+from gpumgr.kubelet.device_lists import encode_node_devices
+from gpumgr.kubelet.plugin_registration import KubeletLink
 from gpumgr.kubelet.records import PodResourcesClient, stored_nodes
 from gpumgr.ledger.answer import HostPaths
 from gpumgr.ledger.history import HistoryEntry
