@@ -38,38 +38,42 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(eq=False, slots=True)
-class PodAnnotations(Desired):
-    """Annotations of the pod with this UID; None removes one."""
+class _PodWrite(Desired):
+    """A write to the pod with this UID. The API server answers 404 if the pod is gone, and 409 if another pod has the name."""
 
-    what = "pod"
-    rights = "patch on pods"
     pod: PodKey
     uid: str
-    values: Mapping[str, str | None] = field(default_factory=dict)
 
-    async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404: the pod is gone. The patch has the UID, so a 409 means that another pod has the name."""
-        namespace, name = self.pod
-        patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
-        await server.send("PATCH", f"/api/v1/namespaces/{namespace}/pods/{name}", patch, but=(404,))
+    @property
+    def path(self) -> str:
+        return f"/api/v1/namespaces/{self.pod[0]}/pods/{self.pod[1]}"
 
 
 @dataclass(eq=False, slots=True)
-class PodDeletion(Desired):
-    """The deletion of the pod with this UID. It is retried after a refusal, because the right may be granted later."""
+class PodAnnotations(_PodWrite):
+    """Annotations of the pod; None removes one."""
+
+    what = "pod"
+    rights = "patch on pods"
+    values: Mapping[str, str | None] = field(default_factory=dict)
+
+    async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
+        patch = {"metadata": {"uid": self.uid, "annotations": self.values}}
+        await server.send("PATCH", self.path, patch, but=(404,))
+
+
+@dataclass(eq=False, slots=True)
+class PodDeletion(_PodWrite):
+    """The deletion of the pod. It is retried after a refusal, because the right may be granted later."""
 
     what = "pod"
     rights = "delete on pods"
     insists = True
-    pod: PodKey
-    uid: str
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404: the pod is gone. 409: another pod has the name."""
-        namespace, name = self.pod
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": self.uid}}
-        if await server.send("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}", body, but=(404, 409)):
-            _log.info("failed_pod_deleted", pod=f"{namespace}/{name}", pod_uid=self.uid)
+        if await server.send("DELETE", self.path, body, but=(404, 409)):
+            _log.info("failed_pod_deleted", pod="/".join(self.pod), pod_uid=self.uid)
 
 
 def waits_for_deletion(view: PodView | None) -> bool:
@@ -79,14 +83,12 @@ def waits_for_deletion(view: PodView | None) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class PodEviction(Desired):
-    """The eviction of the pod with this UID. `reasons`: requester (a drain, or the memory limit) -> its reason. `wanted_at` is infinity
+class PodEviction(_PodWrite):
+    """The eviction of the pod. `reasons`: requester (a drain, or the memory limit) -> its reason. `wanted_at` is infinity
     once the pod is gone."""
 
     what = "eviction"
     rights = "create on pods/eviction"
-    pod: PodKey
-    uid: str
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -94,11 +96,10 @@ class PodEviction(Desired):
         return Eviction(uid=self.uid, pod=self.pod, reason="; ".join(self.reasons.values()))
 
     async def write(self, server: ApiServer, node: str) -> None:  # noqa: ARG002
-        """404: the pod is gone. 409: another pod has the name. The body has no version, so the API server takes its own (policy/v1; before
-        1.22 policy/v1beta1)."""
+        """The body has no version, so the API server takes its own (policy/v1; before 1.22 policy/v1beta1)."""
         (namespace, name), reason = self.pod, self.eviction.reason
         body = {"metadata": {"namespace": namespace, "name": name}, "deleteOptions": {"preconditions": {"uid": self.uid}}}
-        if await server.send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", body, but=(404, 409)):
+        if await server.send("POST", f"{self.path}/eviction", body, but=(404, 409)):
             _log.info("pod_evicted", pod=f"{namespace}/{name}", pod_uid=self.uid, reason=reason)
 
 

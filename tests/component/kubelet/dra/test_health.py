@@ -27,16 +27,12 @@ class Served:
     channel: Any
 
     def watch(self, version: str = "v1") -> Any:
-        return watch(self.channel, version)
-
-
-def watch(channel: Any, version: str = "v1") -> Any:
-    method = channel.unary_stream(
-        f"/{version}.DRAResourceHealth/NodeWatchResources",
-        request_serializer=pb.NodeWatchResourcesRequest.SerializeToString,
-        response_deserializer=pb.NodeWatchResourcesResponse.FromString,
-    )
-    return method(pb.NodeWatchResourcesRequest())
+        method = self.channel.unary_stream(
+            f"/{version}.DRAResourceHealth/NodeWatchResources",
+            request_serializer=pb.NodeWatchResourcesRequest.SerializeToString,
+            response_deserializer=pb.NodeWatchResourcesResponse.FromString,
+        )
+        return method(pb.NodeWatchResourcesRequest())
 
 
 @asynccontextmanager

@@ -24,7 +24,6 @@ class _Resource:
         self.devices = devices
         self.sick: set[str] = set()
         self.changed = asyncio.Event()
-        self.ended = asyncio.Event()
         self.prefer: Prefer = lambda available, must, size: [*must, *sorted(set(available) - set(must))][:size]
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.cdi_device: str | None = None
