@@ -252,12 +252,7 @@ class BugLog:
             _log.error("daemon_failed", daemon=self._name, error=repr(error), number=self._number, exc_info=error)
 
 
-async def persistently(
-    name: str,
-    work: Callable[[], Awaitable[object]],
-    *,
-    pause_seconds: float = 1.0,
-) -> NoReturn:
+async def persistently(name: str, work: Callable[[], Awaitable[object]], *, pause_seconds: float = 1.0) -> NoReturn:
     """Runs the daemon `work`, without which the process can continue for a while. If the daemon raises an error or returns, this is logged
     as a bug (`BugLog`), and after a pause `work` is called again."""
     bugs = BugLog(name)

@@ -21,12 +21,7 @@ from gpumgr.common.systemd import Field, Journal, entry_of, is_journal_stream
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "console", "json"]
 
-_LEVELS: dict[str, int] = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+_LEVELS: dict[str, int] = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class _Threshold:

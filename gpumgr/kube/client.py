@@ -189,11 +189,7 @@ class ApiServer:
     def _check_held(self, write: tuple[Method, str, str]) -> None:
         until, status = self._held.get(write, (-math.inf, 0))
         if (left := until - self._clock()) > 0:
-            raise AnswerError(
-                f"HTTP {status}: too early for another try",
-                status=status,
-                retry_after_seconds=left,
-            )
+            raise AnswerError(f"HTTP {status}: too early for another try", status=status, retry_after_seconds=left)
         self._held.pop(write, None)
 
     async def _send(

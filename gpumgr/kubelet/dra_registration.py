@@ -211,10 +211,7 @@ def socket_paths(plugins_dir: Path, registry_dir: Path, instance: str | None) ->
     """The paths of the DRA socket and the registration socket. The names have a hash of `instance`, because a unix
     socket's path has a limit."""
     suffix = "" if instance is None else f"-{hashlib.sha256(os.fsencode(instance)).hexdigest()[:16]}"
-    return (
-        plugins_dir.absolute() / DRA_DRIVER / f"dra{suffix}.sock",
-        registry_dir.absolute() / f"{DRA_DRIVER}{suffix}-reg.sock",
-    )
+    return (plugins_dir.absolute() / DRA_DRIVER / f"dra{suffix}.sock", registry_dir.absolute() / f"{DRA_DRIVER}{suffix}-reg.sock")
 
 
 def socket_patterns() -> tuple[str, str]:

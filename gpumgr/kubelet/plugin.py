@@ -39,13 +39,7 @@ OPTIONS: Final = DevicePluginOptions(pre_start_required=True, get_preferred_allo
 class DevicePlugin:
     """The service object of one socket. `devices` holds an encoded ListAndWatchResponse."""
 
-    def __init__(
-        self,
-        kind: Resource,
-        agent: Agent,
-        devices: LatestValue[bytes],
-        observe: Observe = lambda *_: None,
-    ) -> None:
+    def __init__(self, kind: Resource, agent: Agent, devices: LatestValue[bytes], observe: Observe = lambda *_: None) -> None:
         self._kind: Resource = kind
         self._agent = agent
         self._devices = devices

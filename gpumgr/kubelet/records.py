@@ -158,11 +158,7 @@ async def stored_nodes(device_plugin_dir: Path, allocation: AllocationId) -> Col
 
 
 async def reconcile(
-    reconciler: Reconciler,
-    entries: Sequence[CheckpointEntry],
-    *,
-    wait_synced: Callable[[float], Awaitable[None]],
-    lost: bool,
+    reconciler: Reconciler, entries: Sequence[CheckpointEntry], *, wait_synced: Callable[[float], Awaitable[None]], lost: bool
 ) -> bool:
     """Adopts the allocations of these entries. Returns whether it could adopt all of them. `lost`: the ledger was lost, so the pods' specs
     are needed, too."""

@@ -59,12 +59,7 @@ class SlicePublisher:
     """`run` it as a daemon. `devices` is None until the hardware is known. `registration`: the state of the driver's registration."""
 
     def __init__(
-        self,
-        server: ApiServer,
-        node: str,
-        *,
-        times: PublishTimes | None = None,
-        watch_times: WatchTimes | None = None,
+        self, server: ApiServer, node: str, *, times: PublishTimes | None = None, watch_times: WatchTimes | None = None
     ) -> None:
         self._server, self._node = server, node
         self.devices: tuple[SliceDevice, ...] | None = None

@@ -239,12 +239,7 @@ def _document_of(pod: SimPod, status: PodStatus, node: str, created: str) -> Doc
     return {
         "kind": "Pod",
         "apiVersion": "v1",
-        "metadata": {
-            "namespace": pod.namespace,
-            "name": pod.name,
-            "uid": pod.uid,
-            "creationTimestamp": created,
-        },
+        "metadata": {"namespace": pod.namespace, "name": pod.name, "uid": pod.uid, "creationTimestamp": created},
         "spec": {
             "nodeName": node,
             "initContainers": [_container(each) for each in pod.containers if each.kind != "app"],

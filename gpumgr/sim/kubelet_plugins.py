@@ -267,10 +267,7 @@ class PodResourcesService:
     ) -> None:
         """`listed` returns the pods for a `List`; `pods`: all current pods by UID."""
         self._shape, self._devices, self._listed, self._pods = shape, devices, listed, pods
-        self._answers: Mapping[Call, Callable[[bytes], bytes]] = {
-            "List": self._list,
-            "Get": self._get,
-        }
+        self._answers: Mapping[Call, Callable[[bytes], bytes]] = {"List": self._list, "Get": self._get}
         self._tokens = _BURST
         self._refilled = asyncio.get_running_loop().time()
         self.calls = 0

@@ -17,15 +17,7 @@ from gpumgr.agent.ports import Pods
 from gpumgr.agent.state import AgentState
 from gpumgr.common.units import CORES_PER_GPU
 from gpumgr.kube.cache import PodCache
-from gpumgr.kube.hami_formats import (
-    LOCK,
-    REGISTER,
-    SCORES,
-    RegisteredGpu,
-    encode_register,
-    encode_scores,
-    registered_profiles,
-)
+from gpumgr.kube.hami_formats import LOCK, REGISTER, SCORES, RegisteredGpu, encode_register, encode_scores, registered_profiles
 from gpumgr.kube.pod_annotations import HAMI_PHASE
 from gpumgr.kube.publisher.publisher import Publisher
 from gpumgr.ledger.callers import next_container
