@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,20 +161,19 @@ async def test_annotations_follow_their_pod_without_a_call_of_the_listeners(api:
 # -- scheduler, claims, simulate ---------------------------------------------------------------------------------------------
 
 
+#: The watches of scheduler and claims controller, and the names of the objects that each knows.
+KNOWN: dict[type[ClusterWatches], Callable[[Any], set[str]]] = {
+    ClusterWatches: lambda watches: set(watches.nodes),
+    ClaimWatches: lambda watches: {key[1] for key in watches._claims},
+}
+
+
 @asynccontextmanager
-async def watching(api: FakeApiServer, folder: Path, *, claims: bool) -> AsyncIterator[ClusterWatches | ClaimWatches]:
+async def watching(kind: type[ClusterWatches], api: FakeApiServer, folder: Path) -> AsyncIterator[Any]:
     server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
-    settings, hami = SchedulerSettings(quota_configmap="kube-system/gpuquota"), ReplicaResources()
-    watches: ClusterWatches | ClaimWatches
-    if claims:
-        watches = ClaimWatches(server, settings, hami=hami, watch_times=FAST)
-    else:
-        watches = ClusterWatches(server, settings, hami=hami, watch_times=FAST)
-    async with background(watches.run()) as task:
-        async with asyncio.timeout(30):
-            while not watches.synced:
-                assert not task.done(), task
-                await asyncio.sleep(0.01)
+    watches = kind(server, SchedulerSettings(quota_configmap="kube-system/gpuquota"), hami=ReplicaResources(), watch_times=FAST)
+    async with background(watches.run()):
+        await until(lambda: watches.synced)
         yield watches
     await server.close()
 
@@ -193,34 +192,30 @@ def opaque(name: str, parameters: str) -> str:
     return json.dumps(any_object(name, spec={"devices": {"config": config}})).replace('"@"', parameters)
 
 
-@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("kind", KNOWN)
 async def test_scheduler_and_claims_read_objects_that_are_nested_without_end(
-    claims: bool, api: FakeApiServer, tmp_path: Path
+    kind: type[ClusterWatches], api: FakeApiServer, tmp_path: Path
 ) -> None:
     for path in (*CLUSTER, *OF_CLAIMS):
         api.texts[path] = [with_managed_fields(any_object("deep")), json.dumps(any_object("a"))]
     api.texts[CLAIMS] = (*api.texts[CLAIMS], opaque("claim", '{"a":' + "[" * 5000 + "]" * 5000 + "}"))
     with named_once():
-        async with watching(api, tmp_path, claims=claims) as watches:
+        async with watching(kind, api, tmp_path) as watches:
             assert watches.unreadable == 0
-            if isinstance(watches, ClaimWatches):
-                assert {key[1] for key in watches._claims} == {"deep", "a", "claim"}
-            else:
-                assert set(watches.nodes) == {"deep", "a"}
+            assert KNOWN[kind](watches) == {"deep", "a"} | ({"claim"} if kind is ClaimWatches else set())
 
 
-@pytest.mark.parametrize("claims", [False, True])
-async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(claims: bool, api: FakeApiServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KNOWN)
+async def test_scheduler_and_claims_skip_objects_that_cannot_be_read(
+    kind: type[ClusterWatches], api: FakeApiServer, tmp_path: Path
+) -> None:
     wrong = {"spec": 7, "status": 7, "data": 7}
     for path in (*CLUSTER, *OF_CLAIMS):
         api.texts[path] = [json.dumps(any_object("odd", **wrong)), "7", json.dumps(any_object("a"))]
-    async with watching(api, tmp_path, claims=claims) as watches:
+    async with watching(kind, api, tmp_path) as watches:
         assert watches.unreadable > 4
-        if isinstance(watches, ClaimWatches):
-            assert {key[1] for key in watches._claims} == {"a"}
-            assert "a" in {key[1] for key in watches.templates}
-        else:
-            assert set(watches.nodes) == {"a"}
+        assert KNOWN[kind](watches) == {"a"}
+        assert kind is ClusterWatches or "a" in {key[1] for key in watches.templates}
 
 
 async def test_a_snapshot_of_a_cluster_has_the_other_objects(api: FakeApiServer, tmp_path: Path) -> None:

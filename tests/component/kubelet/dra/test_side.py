@@ -30,7 +30,7 @@ from gpumgr.ledger.ledger import Allocation, ClaimRef, ClaimRequest, Ledger
 from gpumgr.placement.pods import ClaimUse, Listing, PodKey, PodView
 from gpumgr.settings import Settings
 from gpumgr.settings.schema import KubeletSettings, NodeSettings, PlacementSettings
-from tests.background import until
+from tests.background import background, until
 from tests.component.kubelet.dra.harness import StubKubelet
 from tests.component.stage.stage import MemoryPods, snapshot, unlimited
 from tests.listings import listing_from
@@ -207,13 +207,9 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def after_a_lost_ledger(node: Node) -> AsyncIterator[DraSide]:
     side = node.side()
-    task = asyncio.create_task(side._adopt())
-    try:
-        async with asyncio.timeout(30):
-            yield side
-            await task
-    finally:
-        task.cancel()
+    async with background(side._adopt()) as task:
+        yield side
+        await task
 
 
 async def test_after_a_lost_ledger_each_running_claim_is_adopted_before_anything_is_decided(node: Node) -> None:
@@ -265,7 +261,7 @@ async def test_running_claims_are_adopted_once_a_driver_that_is_up_late_lists_th
 async def ending_side(node: Node, *, lost: bool) -> AsyncIterator[DraSide]:
     """In mode plugin."""
     side = node.side(lost=lost, mode="plugin")
-    async with ended(node, side, asyncio.create_task(side.run_out())):
+    async with ended(node, side), background(side.run_out()):
         yield side
 
 
@@ -273,23 +269,18 @@ async def ending_side(node: Node, *, lost: bool) -> AsyncIterator[DraSide]:
 async def running_side(node: Node, *, lost: bool = False) -> AsyncIterator[DraSide]:
     """A former part of the process has registered its driver."""
     side = node.side(lost=lost)
-    former = asyncio.create_task(side.link.run())
-    async with ended(node, side, former):
-        await node.kubelet.register()
-        former.cancel()
-        await asyncio.wait([former])
-        async with ended(node, side, asyncio.create_task(side.run())):
+    async with ended(node, side):
+        async with background(side.link.run()):
+            await node.kubelet.register()
+        async with background(side.run()):
             yield side
 
 
 @asynccontextmanager
-async def ended(node: Node, side: DraSide, task: asyncio.Task[None]) -> AsyncIterator[None]:
+async def ended(node: Node, side: DraSide) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(30):
-            yield
+        yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         await side.link.stop(0)
         await node.kubelet.end()
 
