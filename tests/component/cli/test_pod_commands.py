@@ -1,6 +1,6 @@
 """`gpumgr resize`, `suspend` and `resume`: wrong input, pods to which they do not apply, and the containers that they wait for.
 
-tests/agent/test_resize.py and test_suspend.py have the commands with an agent.
+tests/agent/test_burst_and_resize.py and test_suspend.py have the commands with an agent.
 """
 
 import json

@@ -135,6 +135,14 @@ def test_a_process_that_was_not_looked_up_yet_is_unclear() -> None:
     assert told == {"a": (None, None), "b": (6, 1), "c": (0, 0)}, "it may be of a, which is not known to use nothing"
 
 
+def test_a_container_of_a_pod_with_several_nameless_allocations_is_unclear() -> None:
+    view = view_of(replace(share(), container=None), replace(share("b"), uid="uid-a", container=None))
+    found = join(view.ledger, sample({11: 5}), {11: container("a", WEB)})
+    assert found.unknown == {(GPU0, 11)}
+    assert not found.unattributed
+    assert {use.memory_bytes for use in found.containers.values()} == {None}
+
+
 def test_gpus_that_the_ledger_does_not_know_are_left_out() -> None:
     found = join(view_of(share(), count=1).ledger, sample({}, {99: 5}), {99: None})
     assert not found.unattributed
