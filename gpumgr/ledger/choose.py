@@ -67,7 +67,7 @@ def followed(caller: Caller, named: Sequence[GpuName], select: Callable[[], Choi
         raise unfollowed(caller, refusal) from None
 
 
-def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, named: Sequence[GpuName] = ()) -> Choice:
+def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, named: Sequence[GpuName]) -> Choice:
     own = open_allocation(ledger, caller, other_resource(request.resource))
     room = _room(node, ledger, caller, request, own)
     room = replace(room, pinned=room.pinned | {*named})
@@ -76,8 +76,7 @@ def _choose(node: NodeView, ledger: Ledger, caller: Caller, request: Request, na
         return _memory_first(node, ledger, request, room)
     gpus, evaluator, why = _place(node, _with_later_replicas(ledger, caller), room, needs, policy_for(node, caller))
     own_cores = caller.spec.cores if caller.spec else needs.cores
-    picked = _pick(request, room, gpus, most_gpus=max(1, own_cores // CORES_PER_GPU))
-    _require_full(node, picked, request)
+    picked = _pick(node, request, room, gpus, most_gpus=max(1, own_cores // CORES_PER_GPU))
     return Choice(masks=picked, evaluator=evaluator, why=why)
 
 
@@ -191,8 +190,9 @@ def _place(
     return tuple(node.gpu_of_row[row] for row in placement.gpus), placement.evaluator, placement.why
 
 
-def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
-    """The ids that the call requests, spread evenly over at most `most_gpus` of these GPUs; the other GPUs are for later containers."""
+def _pick(node: NodeView, request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: int) -> Masks:
+    """The ids that the call requests, spread evenly over at most `most_gpus` of these GPUs; the other GPUs are for later containers. Raises
+    Refusal if these GPUs have fewer ids."""
     order = sorted(gpus, key=lambda gpu: gpu not in room.pinned)[:most_gpus]
     picked: dict[GpuName, int] = {gpu: request.must[gpu] for gpu in order if gpu in request.must}
     left = request.size - count(picked)
@@ -205,7 +205,15 @@ def _pick(request: Request, room: _Room, gpus: Sequence[GpuName], *, most_gpus: 
         take = lowest(room.free[request.resource].get(gpu, 0) & ~picked.get(gpu, 0), left)
         picked[gpu] |= take
         left -= take.bit_count()
-    return {gpu: mask for gpu, mask in picked.items() if mask}
+    found = {gpu: mask for gpu, mask in picked.items() if mask}
+    if count(found) == request.size and not minus(request.must, found):
+        return found
+    free = sorted(common(found, request.available).items())
+    where = ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in free) or "none"
+    unit = "cores" if request.resource == "core" else "memory blocks"
+    raise Refusal(
+        "no_fit", f"{request.size} {unit} are not free together on the GPUs that fit this container (free there: {where})"
+    )
 
 
 def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room) -> Choice:
@@ -215,22 +223,8 @@ def _memory_first(node: NodeView, ledger: Ledger, request: Request, room: _Room)
     pinned = [node.rows.get(gpu, -1) for gpu in room.pinned]
     one = find(node.topology, capacities, cores=1, memory_blocks=request.size, policy="spread", required=pinned)
     rows = one.gpus if one else [each.index for each in capacities if each.healthy and each.entirely_free]
-    picked = _pick(request, room, [node.gpu_of_row[row] for row in rows], most_gpus=len(rows))
-    _require_full(node, picked, request)
+    picked = _pick(node, request, room, [node.gpu_of_row[row] for row in rows], most_gpus=len(rows))
     return Choice(masks=picked, evaluator="share", why="the kubelet allocates the memory first, and the pod's spec is not known")
-
-
-def _require_full(node: NodeView, picked: Masks, request: Request) -> None:
-    if count(picked) == request.size and not minus(request.must, picked):
-        return
-    where = (
-        ", ".join(f"{node.label(gpu)} {mask.bit_count()}" for gpu, mask in sorted(common(picked, request.available).items()))
-        or "none"
-    )
-    unit = "cores" if request.resource == "core" else "memory blocks"
-    raise Refusal(
-        "no_fit", f"{request.size} {unit} are not free together on the GPUs that fit this container (free there: {where})"
-    )
 
 
 def candidates(node: NodeView, ledger: Ledger) -> tuple[Candidate, ...]:
