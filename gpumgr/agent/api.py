@@ -12,7 +12,7 @@ from gpumgr.common.foreign_text import decode_json
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import HistoryEntry
-from gpumgr.ledger.ledger import Allocation
+from gpumgr.ledger.ledger import Allocation, describe_container
 from gpumgr.ledger.node_use import ContainerUse, UnattributedProcess, UnattributedSum
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.ledger.tables import DELETE_IT, decode_note
@@ -102,9 +102,8 @@ class ContainerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pod_name(self) -> str:
-        if self.pod is not None:
-            return f"{self.namespace}/{self.pod}"
-        return f"pod uid {self.uid}" if self.uid else f"allocation {self.allocation}"
+        pod = None if self.pod is None else (str(self.namespace), self.pod)
+        return describe_container(pod, self.uid, None, self.allocation)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,13 +99,11 @@ class DeviceListPublisher:
 
     def _urgent(self, new: NodeDevices) -> bool:
         """Whether more than memory blocks has changed."""
-        if len(new) != len(self._sent):
-            return True
-        return any(
-            (n.gpu, n.healthy_cores, n.healthy_replicas, n.healthy_instances)
-            != (s.gpu, s.healthy_cores, s.healthy_replicas, s.healthy_instances)
-            for n, s in zip(new, self._sent, strict=True)
-        )
+
+        def others(devices: NodeDevices) -> list[object]:
+            return [(each.gpu, each.healthy_cores, each.healthy_replicas, each.healthy_instances) for each in devices]
+
+        return others(new) != others(self._sent)
 
     def _send(self) -> None:
         self.close()

@@ -102,11 +102,8 @@ def find_caller(
 
 def init_holder(ledger: Ledger, resource: Resource, masks: Masks) -> Allocation | None:
     """The init container's allocation with ids that this call takes over; None if the ids are new."""
-    holders = [a for a in ledger.holders(resource, masks) if a.init]
-    for holder in holders:
-        if common(masks, ledger.reusable(resource, holder.pod, holder.uid)):
-            return holder
-    return None
+    inits = (a for a in ledger.holders(resource, masks) if a.init)
+    return next((a for a in inits if common(masks, ledger.reusable(resource, a.pod, a.uid))), None)
 
 
 def handed_on(ledger: Ledger, resource: Resource, masks: Masks, pod: PodKey | None) -> Ledger:

@@ -76,14 +76,14 @@ def adopt(
     added, problems = list[Allocation](), list[str]()
     holdings = _holdings(ledger.gpu_registry, entries, listing, find_uid, problems)
     for holding in sorted(holdings.values(), key=lambda holding: _place_in_pod(holding, find_uid)):
-        masks = {resource: holding.held(resource) for resource in ALL_RESOURCES}
-        if all(_known(ledger, resource, masks[resource], holding) for resource in ALL_RESOURCES):
+        parts = _parts(ledger, holding)
+        if all(any(a.held(resource) == masks for a in parts) for resource, masks in holding.device_ids.items()):
             continue
         order = [gpu.name for gpu in ledger.gpu_registry.gpus]
         gpus = sorted(holding.held("core") or holding.held("memory"), key=order.index)
         whole = max(1, count(holding.held("core")) // CORES_PER_GPU)
         if holding.by_ids:
-            base = (_partial(ledger, holding) or holding).with_ids(ledger.gpu_registry, holding.device_ids, gpus[:whole])
+            base = (parts[0] if parts else holding).with_ids(ledger.gpu_registry, holding.device_ids, gpus[:whole])
         else:
             base = _with_amounts(ledger, holding, find_uid(holding.uid) if holding.uid else None)
         candidate = replace(base, id=base.id or new_id(), granted_at=base.granted_at or now, why="as the kubelet remembers")
@@ -212,19 +212,10 @@ def _with_amounts(ledger: Ledger, holding: Allocation, view: PodView | None) -> 
     return replace(holding, gpus=charged_on(registry, spec.replicas, gpus), limits=limits_on(registry, spec.replicas, gpus))
 
 
-def _known(ledger: Ledger, resource: Resource, masks: Masks, holding: Allocation) -> bool:
-    """Whether the ledger has these ids for the container already."""
-    return not masks or any(a.held(resource) == masks and _may_be(a, holding) for a in ledger.allocations.values())
-
-
-def _partial(ledger: Ledger, holding: Allocation) -> Allocation | None:
-    """The container's allocation with the same ids of one resource, which lacks the other."""
-    for a in ledger.allocations.values():
-        if _may_be(a, holding) and any(
-            a.held(resource) and a.held(resource) == holding.held(resource) for resource in ALL_RESOURCES
-        ):
-            return a
-    return None
+def _parts(ledger: Ledger, holding: Allocation) -> list[Allocation]:
+    """The container's allocations that have the same ids of a resource; one may lack the ids of the other resource."""
+    held = holding.device_ids.items()
+    return [a for a in ledger.allocations.values() if _may_be(a, holding) and any(a.held(each) == masks for each, masks in held)]
 
 
 def _may_be(a: Allocation, holding: Allocation) -> bool:

@@ -136,11 +136,11 @@ def _refuse_above_most(ledger: Ledger, allocation: Allocation, resized: Allocati
     more = sum((_more(allocation, resized, gpu) for gpu in allocation.gpus), Amounts())
     others = [a for a in ledger.of(allocation.pod, allocation.uid) if a.id != allocation.id]
     above, own = above_requests([resized, *others], {}), above_requests([resized], {})
-    for name, unit, setting in (("cores", "cores", "cores"), ("memory_mebibytes", "MiB", "memory_mebibytes")):
+    for name, unit in (("cores", "cores"), ("memory_mebibytes", "MiB")):
         if getattr(more, name) and getattr(own, name) and getattr(above, name) > getattr(around.most, name):
             raise ValueError(
                 f"the pod would have {getattr(above, name)} {unit} above its requests, and this node allows {getattr(around.most, name)} "
-                f"(enforcement.max_growth_{setting})"
+                f"(enforcement.max_growth_{name})"
             )
 
 

@@ -240,9 +240,7 @@ def _refuted(a: Allocation, visible: Shown) -> bool:
     if a.pod is None or a.container is None or a.init or a.anonymous:
         return False
     there = visible.get((a.pod, a.container), {})
-    return any(
-        a.held(resource) and resource in there and not common(a.held(resource), there[resource]) for resource in ALL_RESOURCES
-    )
+    return any(each in there and not common(ids, there[each]) for each, ids in a.device_ids.items())
 
 
 def _is_shown(a: Allocation, visible: Shown, listing: Listing, find_pod: FindPod) -> bool:
@@ -284,9 +282,6 @@ def _owner(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
 
 def _place(a: Allocation, visible: Shown) -> tuple[PodKey, str] | None:
     """The first container for which `List` shows all ids of the allocation."""
-    for owner, masks in visible.items():
-        if any(a.held(resource) for resource in ALL_RESOURCES) and all(
-            not minus(a.held(resource), masks.get(resource, {})) for resource in ALL_RESOURCES
-        ):
-            return owner
-    return None
+    held = a.device_ids.items()
+    places = (place for place, masks in visible.items() if all(not minus(ids, masks.get(each, {})) for each, ids in held))
+    return next(places, None) if held else None

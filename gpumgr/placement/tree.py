@@ -6,7 +6,8 @@ above a single group. NVLinks do not affect the tree.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import msgspec
@@ -133,10 +134,7 @@ def _mask(node: Group | int) -> int:
 
 
 def _union(nodes: list[Group | int]) -> int:
-    union = 0
-    for node in nodes:
-        union |= _mask(node)
-    return union
+    return reduce(or_, map(_mask, nodes), 0)
 
 
 def _fewest_first(mask: int) -> tuple[int, int]:
