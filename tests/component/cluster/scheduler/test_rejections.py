@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from gpumgr.cluster.core.index import ClusterIndex
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Largest, Question
-from gpumgr.cluster.core.request import PodRequest
 from gpumgr.cluster.scheduler import rejections
 from gpumgr.cluster.scheduler.rejections import RETRIED_ANNOTATION, retry_waiting_pods
 from gpumgr.common import aio
@@ -164,21 +163,8 @@ async def test_a_pod_is_not_missed_if_nodes_get_other_numbers_during_a_look(full
     assert "late" in looks
 
 
-async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examined(
-    full: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examined(full: Stage) -> None:
     """With 10,000 waiting pods of as many requests, a look at each of them would take seconds."""
-    examined, fits = list[PodRequest](), Question.fits
-    looked_up, on = list[int](), Largest.on
-
-    def counted(question: Question, nodes: int) -> bool:
-        examined.append(question.request)
-        return fits(question, nodes)
-
-    def counted_nodes(index: ClusterIndex, nodes: int) -> Largest:
-        looked_up.append(nodes)
-        return on(index, nodes)
-
     for number in range(30):
         item = pod(f"large-{number}", ("app", 30 + number, 65) if number % 2 else ("app", 200, number))
         assert await full.schedule(item, ["a"]) is None
@@ -187,11 +173,13 @@ async def test_only_pods_whose_containers_have_room_on_a_changed_node_are_examin
     full.clock.now = 10
     assert await fitting(full) is None
     await full.end("first")
-    monkeypatch.setattr(Question, "fits", counted)
-    monkeypatch.setattr(Largest, "on", counted_nodes)
-    assert await fitting(full) == "small"
-    assert len(examined) == 1
-    assert len(looked_up) < 10, "the nodes that they were offered are looked at once for all of them"
+    with (
+        patch.object(Question, "fits", autospec=True, side_effect=Question.fits) as examined,
+        patch.object(Largest, "on", side_effect=Largest.on) as looked_up,
+    ):
+        assert await fitting(full) == "small"
+    assert examined.call_count == 1
+    assert looked_up.call_count < 10, "the nodes that they were offered are looked at once for all of them"
 
 
 async def test_a_look_after_many_changes_does_not_hold_the_event_loop(full: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -473,7 +473,7 @@ def test_a_pod_with_several_containers_is_compared_on_the_first_profiles_that_fi
     made, names = ClusterIndex(), [f"n{number:02}" for number in range(12)]
     for number, name in enumerate(names):
         made.set_node(node_state(name, 1))
-        taken = named_shares(node_state(name, 1), choose_share(node_state(name, 1), 5 + number))
+        taken = (((0, Amounts(5 + number, 2048)),),)
         made.bind(PlacedPod(uid=f"on-{name}", node=name, request=share(5 + number, 8), shares=taken))
     list(Question(made, TWO, "binpack").examine(names))
     ranked = fits(Question(made, TWO, "binpack").rank(names))
@@ -531,10 +531,6 @@ def test_a_pod_that_fits_takes_no_less_than_is_required_in_total(data: st.DataOb
     if isinstance(choice, NodeChoice):
         taken = sum(choice.taken.values(), Amounts())
         assert covers(taken, wanted.in_total)
-
-
-def choose_share(node: NodeState, cores: int) -> NodeChoice:
-    return expect(NodeChoice, choose(node, tuple(Amounts() for _ in node.gpus), share(cores, 8), "binpack"))
 
 
 def test_what_follows_from_changes_is_computed_in_steps(index: ClusterIndex) -> None:

@@ -54,15 +54,10 @@ def test_a_replica_has_its_pods_name_and_an_identity_of_its_own(monkeypatch: pyt
     assert one.identity != two.identity
 
 
-def test_the_command_refuses_before_it_reads_credentials() -> None:
-    result = CliRunner().invoke(group, ["scheduler", "--kubeconfig", "/missing", "--listen", "127.0.0.1:0"])
+@pytest.mark.parametrize(
+    ("options", "reason"), [([], "--insecure-loopback"), (["--insecure-loopback"], "give --kubeconfig FILE")]
+)
+def test_the_command_refuses_wrong_options_before_it_reads_credentials(options: list[str], reason: str) -> None:
+    result = CliRunner().invoke(group, ["scheduler", "--kubeconfig", "/missing", "--listen", "127.0.0.1:0", *options])
     assert isinstance(result.exception, InputError)
-    assert "--insecure-loopback" in str(result.exception)
-
-
-def test_missing_credentials_are_named() -> None:
-    result = CliRunner().invoke(
-        group, ["scheduler", "--kubeconfig", "/missing", "--listen", "127.0.0.1:0", "--insecure-loopback"]
-    )
-    assert isinstance(result.exception, InputError)
-    assert "give --kubeconfig FILE" in str(result.exception)
+    assert reason in str(result.exception)

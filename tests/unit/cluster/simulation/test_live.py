@@ -154,6 +154,5 @@ def test_what_the_agent_reports_of_a_pod_moves_with_it() -> None:
 
 
 def test_an_agent_that_chooses_can_not_move_pods_within_its_node() -> None:
-    assert (
-        plan_of(LiveCluster([live_node(node_state("a", 2, naming="none"))], [ONE, TWO], "binpack"), live_pod("new", 100)) is None
-    )
+    found = LiveCluster([live_node(node_state("a", 2, naming="none"))], [ONE, TWO], "binpack")
+    assert plan_of(found, live_pod("new", 100)) is None
