@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import reduce
 from heapq import nlargest, nsmallest
 from itertools import groupby
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Final
 
 from msgspec.structs import replace
@@ -282,9 +282,9 @@ class NodeSearch:
     def _in_rooms(self, share: ContainerRequest, left: int, best: _Best) -> None:
         """`left`: nodes where no GPU is found yet. Rooms are tried in the order in which a node's agent prefers them."""
         rooms, least_cores = self._profiles.rooms_of(left), 1 if share.replica is not None else share.cores
-        start = bisect_left(rooms, (least_cores, 0), key=_key)
+        start = bisect_left(rooms, (least_cores, 0), key=_by_key)
         ordered = reversed(rooms[start:]) if self.policy == "spread" else iter(rooms[start:])
-        for _, alike in groupby(ordered, key=_tier if share.replica is None else _key):
+        for _, alike in groupby(ordered, key=_tier if share.replica is None else _by_key):
             if not left:
                 return
             fits = [room for room in alike if room.nodes & left and self._fits(room, share)]
@@ -389,15 +389,9 @@ def _is_share(container: ContainerRequest) -> bool:
     return container.gpus == 1 and not container.whole
 
 
-def _key(room: Room) -> tuple[int, int]:
-    return room.key
-
-
-def _tier(room: Room) -> tuple[int, int]:
-    """GPUs with equal tiers are equally good for a share in vcuda resources, so the share gets the first of these GPUs on the node."""
-    return room.cores_free, room.blocks_free
-
-
+_by_key = attrgetter("key")
+#: GPUs with equal tiers are equally good for a share in vcuda resources, so the share gets the first of these GPUs on the node.
+_tier = attrgetter("cores_free", "blocks_free")
 _least = itemgetter(0)
 _rank_and_name = itemgetter(0, 1)
 

@@ -107,8 +107,7 @@ class Room:
         return FreeCores(wanted.cores, self.usable - usable_cores(self.gpu, cores, memory), tight)
 
 
-def _key(room: Room) -> tuple[int, int]:
-    return room.key
+_by_key = attrgetter("key")
 
 
 def free_cores(node: NodeState, used: Used) -> FreeCores:
@@ -200,7 +199,7 @@ class Profiles:
         """The rooms on these nodes, sorted by key; rooms of other nodes may be among them."""
         if nodes.bit_count() > _FEW:
             return self.rooms
-        return sorted({room for place in self.places_of(nodes) for room in place.profile.rooms}, key=_key)
+        return sorted({room for place in self.places_of(nodes) for room in place.profile.rooms}, key=_by_key)
 
     def with_idle_gpus(self, count: int) -> int:
         return reduce(or_, (nodes for idle, nodes in self.by_idle_gpus.items() if idle >= count), 0)
@@ -272,7 +271,7 @@ class Profiles:
         self._kinds[kind.key], kind.profiles[profile.used], kind.idle[profile.idle.used] = kind, profile, profile.idle
         for room in profile.rooms:
             if not room.nodes:
-                insort(self.rooms, room, key=_key)
+                insort(self.rooms, room, key=_by_key)
                 self._room_of[room.gpu, room.used] = room
         for group in _groups(profile):
             group.nodes |= bit
@@ -293,7 +292,7 @@ class Profiles:
             del self.by_counted[place.counted]
         for room in profile.rooms:
             if not room.nodes:
-                position = bisect_left(self.rooms, room.key, key=_key)
+                position = bisect_left(self.rooms, room.key, key=_by_key)
                 while self.rooms[position] is not room:
                     position += 1
                 del self.rooms[position], self._room_of[room.gpu, room.used]

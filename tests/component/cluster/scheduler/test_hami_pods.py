@@ -84,16 +84,6 @@ async def test_a_pod_is_bound_with_its_gpus_in_both_spellings(hami: Stage) -> No
     assert [(used.cores, used.memory_mebibytes, used.replicas) for used in hami.index.used("a")] == [(30, 1001, 1)] * 2
 
 
-async def test_pods_of_both_kinds_share_gpus_and_never_more_than_the_replicas(hami: Stage) -> None:
-    assert await hami.schedule(pod("vcuda", ("app", 60, 40)), ["a"]) == "a"
-    for number in range(2 * REPLICAS):
-        assert await hami.schedule(hami_pod(f"p{number}", {"gpu": 1, "gpumem": 500}), ["a"]) == "a"
-    assert [used.replicas for used in hami.index.used("a")] == [REPLICAS] * 2
-    assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a"]) is None
-    assert await hami.schedule(pod("whole", ("app", 100, 0)), ["a"]) is None
-    assert await hami.schedule(hami_pod("late", {"gpu": 1, "gpumem": 500}), ["a", "b"]) == "b"
-
-
 @pytest.mark.hami_bug("B23: a cordon is not seen")
 async def test_gpus_that_hamis_annotation_of_the_node_cordons_get_no_new_pods(hami: Stage) -> None:
     """At once, also vcuda pods; running ones stay. Texts that are no UUID of the node have no effect."""
@@ -200,14 +190,6 @@ async def test_every_resource_quota_of_a_namespace_holds(hami: Stage) -> None:
     hami.sim.objects("resourcequotas").remove("uid-memory")
     await until(lambda: len(hami.quotas.limits["team"].limits) == 2)
     assert await hami.filtered(hami_pod("two", {"gpu": 1, "gpumem": 1000})) == ["a"]
-
-
-async def test_a_share_without_cores_holds_no_cores_of_a_quota(hami: Stage) -> None:
-    await limited(hami, hard("cores", gpucores=20))
-    for number in range(2):
-        assert await hami.schedule(hami_pod(f"none-{number}", {"gpu": 1, "gpumem": 100})) == "a"
-    assert await hami.schedule(hami_pod("all", {"gpu": 1, "gpumem": 100, "gpucores": 20})) == "a"
-    assert "uses 20 of 20 cores" in str(await hami.filter(hami_pod("one", {"gpu": 1, "gpumem": 100, "gpucores": 1})))
 
 
 async def test_a_node_counts_with_its_own_replicas_and_factors(hami: Stage) -> None:

@@ -8,15 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.cluster.core import question
+from gpumgr.cluster.core.choose import NodeChoice
 from gpumgr.cluster.core.explain import Rejection
-from gpumgr.cluster.core.index import ClusterIndex
+from gpumgr.cluster.core.index import ClusterIndex, named_shares
 from gpumgr.cluster.core.node import NodeState
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.quota import Limit, NamespaceQuota, Quotas
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.common.units import Amounts
-from gpumgr.placement.requests import ContainerKind
-from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, fits, index_of, node_state, request, share
+from tests.cluster_states import GPU_MEBIBYTES, constrained, expect, hami, index_of, node_state, request, share, with_replicas
 
 
 def labelled(name: str, count: int, *models: str, label: str = "", pool: str = "") -> NodeState:
@@ -32,6 +32,11 @@ NODES = (
     labelled("plain", 4),
 )
 NAMES = [node.name for node in NODES]
+
+
+def mixed_nodes(count: int) -> tuple[NodeState, ...]:
+    """Nodes n0, n1, ... with an A100 and a V100, which differ only by name."""
+    return tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(count))
 
 
 class Cluster:
@@ -107,25 +112,24 @@ def test_a_rejection_names_the_quota_and_the_lack_of_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("containers", "held"),
+    ("wanted", "held"),
     [
-        ([("app", 30, 4), ("app", 30, 4)], (60, 2048, 0)),
-        ([("init", 60, 16), ("app", 30, 4)], (60, 4096, 0)),
-        ([("sidecar", 30, 4), ("app", 100, 0)], (130, 1024 + GPU_MEBIBYTES, 1)),
-        ([("init", 100, 0), ("app", 100, 0), ("app", 100, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
-        ([("init", 60, 16), ("app", 200, 0)], (200, 2 * GPU_MEBIBYTES, 2)),
+        (request(("app", 30, 4), ("app", 30, 4)), (60, 2048, 0)),
+        (request(("init", 60, 16), ("app", 30, 4)), (60, 4096, 0)),
+        (request(("sidecar", 30, 4), ("app", 100, 0)), (130, 1024 + GPU_MEBIBYTES, 1)),
+        (request(("init", 100, 0), ("app", 100, 0), ("app", 100, 0)), (200, 2 * GPU_MEBIBYTES, 2)),
+        (request(("init", 60, 16), ("app", 200, 0)), (200, 2 * GPU_MEBIBYTES, 2)),
+        (hami(memory=100), (0, 100, 0)),  # though it takes one core of the GPU
     ],
 )
 @pytest.mark.parametrize("known", [True, False])
-def test_a_pod_holds_what_its_containers_hold_together(
-    containers: list[tuple[ContainerKind, int, int]], held: tuple[int, int, int], known: bool
-) -> None:
+def test_a_pod_holds_what_its_containers_hold_together(wanted: PodRequest, held: tuple[int, int, int], known: bool) -> None:
     """With GPUs that are known, and with others."""
-    cluster, wanted = Cluster(), request(*containers)
-    choice = cluster.index.choose_on("a", "one", wanted, "spread")
-    state = expect(NodeState, cluster.index.node("a"))
-    shares = tuple(tuple((state.gpus[gpu].uuid, each) for gpu, each in one) for one in choice.shares)  # type: ignore[union-attr]
-    pod = PlacedPod(uid="one", node="a", request=wanted, shares=shares if known else None, namespace="team")
+    state = with_replicas(NODES[0], 2)
+    cluster = Cluster(nodes=(state,))
+    choice = expect(NodeChoice, cluster.index.choose_on("a", "one", wanted, "spread"))
+    shares = named_shares(state, choice) if known else None
+    pod = PlacedPod(uid="one", node="a", request=wanted, shares=shares, namespace="team")
     (found,) = cluster.quotas.holding(pod, state).values()
     assert (found.cores, found.memory_mebibytes, found.gpus) == held
 
@@ -177,9 +181,8 @@ def test_the_gpus_are_among_those_that_the_quota_allows(
 
 
 def test_nodes_that_differ_only_by_name_are_examined_once(computed: list[int]) -> None:
-    nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(50))
-    cluster = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes)
-    names = [node.name for node in nodes]
+    nodes = mixed_nodes(50)
+    cluster, names = Cluster(Limit(gpus=1), Limit(cores=0, model="A100"), nodes=nodes), [node.name for node in nodes]
     found = expect(Rejection, Question(cluster.index, request(("app", 200, 0)), "binpack", "team").rank(names))
     assert found.text == "for the quota of 50 nodes: namespace team uses 0 of 1 whole GPUs; the pod needs 2"
     assert len(computed) <= 2, "once without the denied GPUs"
@@ -191,7 +194,7 @@ class Different:
     WANTED = request(("app", 40, 4), ("app", 40, 4))
 
     def __init__(self) -> None:
-        nodes = tuple(replace(labelled("mixed", 2, "A100", "V100"), name=f"n{number}") for number in range(60))
+        nodes = mixed_nodes(60)
         self.cluster, self.names = Cluster(Limit(cores=0, model="V100"), nodes=nodes), [node.name for node in nodes]
         for number, name in enumerate(self.names):
             for gpu, cores in enumerate((30 + number, 1 + number)):
@@ -226,7 +229,7 @@ def test_what_a_quota_denies_is_found_in_steps_of_one_choice(computed: list[int]
         assert len(computed) - before <= 1
         assert found == stage.question(keep=False).rank(stage.names)
     stage.cluster.index.set_node(replace(labelled("mixed", 3, "H100", "V100"), name="n7"))
-    assert [name for name, _ in fits(stage.question().rank(stage.names))] == ["n7"]
+    assert [name for name, _ in expect(list, stage.question().rank(stage.names))] == ["n7"]
 
 
 def test_the_quota_is_the_reason_also_where_the_agent_chooses() -> None:
