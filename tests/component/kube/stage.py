@@ -23,7 +23,7 @@ class Time:
     def __init__(self) -> None:
         self.now = 0.0
         self.slept: list[float] = []
-        #: While it is cleared, sleeping goes on.
+        #: While it is cleared, no sleep ends.
         self.passes = asyncio.Event()
         self.passes.set()
 
@@ -65,7 +65,7 @@ class Stage:
         await until(lambda: self.waiting == 0)
 
     async def a_try(self) -> None:
-        """Until the publisher has slept once more."""
+        """Waits until the publisher has slept once more."""
         before = len(self.time.slept)
         await until(lambda: len(self.time.slept) > before)
 

@@ -33,10 +33,7 @@ def test_a_process_that_runs_has_a_start_time(tmp_path: Path, text: str, started
     processes = HostProcesses(tmp_path)
     assert processes.start_time(7) == started
     assert processes.runs((7, 4711)) == (started is not None)
-
-
-def test_a_process_that_is_gone_has_none(tmp_path: Path) -> None:
-    assert HostProcesses(tmp_path).start_time(7) is None
+    assert processes.start_time(8) is None, "there is no such process"
 
 
 def test_an_exec_moves_the_first_stack(tmp_path: Path) -> None:

@@ -52,10 +52,7 @@ async def test_a_kubelet_that_is_away_is_an_error(kubelet: SimKubelet, client: P
     await kubelet.kill()
     with pytest.raises(KubeletError, match="list the pod resources"):
         await client.list()
-
-
-async def test_no_socket_is_an_error(folder: Path) -> None:
-    client = PodResourcesClient(folder / "kubelet.sock")
+    kubelet.pod_resources_socket.unlink()
     with pytest.raises(KubeletError, match="the socket does not exist"):
         await client.list()
 

@@ -43,7 +43,7 @@ class Link:
     """A running KubeletLink, and its reports."""
 
     def __init__(self, folder: Path, timing: LinkTiming, reasons: Sequence[str] = ()) -> None:
-        """`reasons`: what holds it back, one after the other."""
+        """`reasons` hold it back, one after the other."""
         self.allocator = ScriptedAllocator()
         self.devices: dict[Resource, LatestValue[bytes]] = {
             "core": LatestValue(encode_devices([(f"a-c{number:02}", True, 0) for number in range(100)])),

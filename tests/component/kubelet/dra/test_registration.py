@@ -153,17 +153,22 @@ async def test_the_dra_socket_is_made_again_and_calls_go_on(one: Linked, how: st
     assert one.link.state == LinkState(registered=True, registrations=1)
 
 
-@pytest.mark.parametrize("place", [f"plugins_registry/{REGISTRATION}", f"plugins/{DRIVER}/dra.sock"])
-async def test_other_files_are_kept_and_reported(folder: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        (f"plugins_registry/{REGISTRATION}", "can't listen on {path}: a file that is no socket is there; remove it"),
+        (f"plugins/{DRIVER}/dra.sock", "can't listen on {path}: a file that is no socket is there; remove it"),
+        (f"plugins/{DRIVER}", "can't make the folder {path}: File exists"),
+    ],
+)
+async def test_other_files_are_kept_and_reported(folder: Path, place: str, problem: str) -> None:
     StubKubelet(folder)
     path = folder / place
     path.parent.mkdir(exist_ok=True)
     path.write_text("precious")
     with capture_logs() as logs:
         async with linked(folder) as one:
-            await one.until(
-                lambda state: f"can't listen on {path}: a file that is no socket is there; remove it" in str(state.error)
-            )
+            await one.until(lambda state: problem.format(path=path) in str(state.error))
             assert path.read_text() == "precious"
             path.unlink()
             await one.kubelet.register()
@@ -179,12 +184,6 @@ async def test_a_missing_folder_is_reported_until_it_is_there(folder: Path, name
         (folder / name).mkdir()
         await one.kubelet.register()
         await one.until(lambda state: state.registered and state.error is None)
-
-
-async def test_a_file_in_place_of_the_drivers_folder_is_reported(folder: Path) -> None:
-    async with linked(folder) as one:
-        (one.kubelet.plugins / DRIVER).write_text("precious")
-        await one.until(lambda state: f"can't make the folder {one.kubelet.plugins / DRIVER}: File exists" in str(state.error))
 
 
 async def test_leftovers_are_removed_and_living_sockets_stay(folder: Path) -> None:

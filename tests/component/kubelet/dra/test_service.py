@@ -107,7 +107,7 @@ async def test_malformed_bytes_are_refused_and_the_server_continues(channel: Any
     assert dict((await Caller(channel).prepare()).claims) == {}
 
 
-async def test_what_a_call_has_waited_is_no_more_there_for_the_decision() -> None:
+async def test_the_time_that_a_call_has_waited_is_taken_from_its_decision() -> None:
     """The kubelet ends a call after 45 s, and then no reason reaches the pod."""
 
     class Deciding(ScriptedClaims):

@@ -9,14 +9,13 @@ from gpumgr.kube.client import ApiServer
 from gpumgr.kubelet.claim_reader import RETRY_ANNOTATION, WaitingPods
 from gpumgr.placement.pods import ClaimUse, PodView
 
-OURS = {
-    "metadata": {"uid": "u-1"},
-    "status": {"allocation": {"devices": {"results": [{"driver": "gpu.gpumgr.io", "pool": "n"}]}}},
-}
-OTHERS = {
-    "metadata": {"uid": "u-2"},
-    "status": {"allocation": {"devices": {"results": [{"driver": "nic.example.com", "pool": "n"}]}}},
-}
+
+def claim(uid: str, driver: str) -> dict[str, Any]:
+    results = [{"driver": driver, "pool": "n"}]
+    return {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": results}}}}
+
+
+OURS, OTHERS = claim("u-1", "gpu.gpumgr.io"), claim("u-2", "nic.example.com")
 
 
 class Server:
