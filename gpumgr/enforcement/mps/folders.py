@@ -149,7 +149,7 @@ class DaemonRecords:
 
     def __init__(self, root: Path) -> None:
         """Raises OSError."""
-        self._root, self._boot = root, boot_id()
+        self._root, self._boot = root, _BOOT.read_text().strip()
         found = {name: read_record(root / name, Record) for name in names_in(root) if GPU_UUID.match(name)}
         self._known = {uuid: record for uuid, record in found.items() if record is not None and record.boot == self._boot}
 
@@ -177,11 +177,6 @@ class DaemonRecords:
         self._root.mkdir(parents=True, exist_ok=True)
         replace_file(self._root / uuid, msgspec.json.encode(record), durable=False)  # a record of an earlier boot is ignored
         self._known[uuid] = record
-
-
-def boot_id() -> str:
-    """Raises OSError."""
-    return _BOOT.read_text().strip()
 
 
 def read_protocol(state_dir: Path) -> MpsProtocol | None:
