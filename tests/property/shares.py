@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.ports import Finding, RunningContainer
 from gpumgr.agent.state import AgentState, DeviceListPublisher
-from gpumgr.common.units import BLOCK_BYTES, BLOCK_MEBIBYTES, RESOURCES, Process, Resource
+from gpumgr.common.units import BLOCK_MEBIBYTES, RESOURCES, Process, Resource
 from gpumgr.ledger.callers import Caller
 from gpumgr.ledger.choose import Request, choose
 from gpumgr.ledger.grant import grant
@@ -332,6 +332,3 @@ def container_of(name: str) -> Container:
 
 def view_of(name: str, blocks: int, **fields: object) -> PodView:
     return replace(pod(name, app(1, blocks)), phase="Running", **fields)
-
-
-__all__ = ["BLOCK_BYTES", "BLOCK_MEBIBYTES", "GPU", "MEMORY", "Agent", "Gpu", "Killed", "Tenant", "view_of"]

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -170,13 +170,12 @@ async def test_with_cdi_the_response_has_a_name_and_the_file_has_the_edits(tmp_p
     await made.limits.start(BASE, granted("mps", cdi=True), tenant())
     assert (made.cdi_dir / cdi.file_name(ID)).stat().st_mode & 0o777 == 0o644
     document = json.loads((made.cdi_dir / cdi.file_name(ID)).read_text())
-    edits = document["devices"][0]["containerEdits"]
-    assert edits["env"] == ["CORES=30", f"MEMORY={1 << 30}", "NVIDIA_VISIBLE_DEVICES=void"]
+    assert document["devices"][0]["containerEdits"]["env"] == ["CORES=30", f"MEMORY={1 << 30}", "NVIDIA_VISIBLE_DEVICES=void"]
     assert os.listdir(made.cdi_dir) == [cdi.file_name(ID)]
 
 
-def gpu(index: int, model: str = "NVIDIA A10") -> Gpu:
-    return Gpu(index=index, uuid=f"GPU-{index}", minor=index, bus_id=None, model=model, memory_bytes=1 << 30)
+def gpu(index: int) -> Gpu:
+    return Gpu(index=index, uuid=f"GPU-{index}", minor=index, bus_id=None, model="NVIDIA A10", memory_bytes=1 << 30)
 
 
 async def test_auto_does_not_take_a_mechanism_that_the_node_can_not_use_and_a_change_is_logged_once(tmp_path: Path) -> None:
@@ -290,14 +289,13 @@ async def test_without_access_to_mounts_nothing_is_removed_and_this_is_reported_
     assert made.files.remains() == []
 
 
-@pytest.mark.parametrize("fault", ["link loop", "file"])
-async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("spoil", [lambda path: path.symlink_to("cdi"), Path.touch], ids=["link loop", "file"])
+async def test_an_unreadable_cdi_folder_is_reported_once_and_the_rest_goes_on(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
     made = Node(tmp_path)
     await made.limits.start(BASE, granted("mps"), tenant())
-    if fault == "file":
-        made.cdi_dir.write_text("")
-    else:
-        made.cdi_dir.symlink_to("cdi")
+    spoil(made.cdi_dir)
     with capture_logs() as logged:
         for _ in range(3):
             await made.limits.tend(set)

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,14 +42,10 @@ def test_the_right_file_is_checked_and_installed(library: Path, tmp_path: Path) 
         target = install(checked, tmp_path / "lib", "libvgpu.so")
     finally:
         os.umask(before)
-    assert (
-        target
-        == tmp_path / "lib" / hash_of(library) / "libvgpu.so"
-        == installed_path(tmp_path / "lib", checked.sha256, "libvgpu.so")
-    )
+    assert target == tmp_path / "lib" / hash_of(library) / "libvgpu.so"
+    assert target == installed_path(tmp_path / "lib", checked.sha256, "libvgpu.so")
     assert target.read_bytes() == library.read_bytes()
-    assert stat.S_IMODE(target.stat().st_mode) == 0o755
-    assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (target, target.parent)] == [0o755, 0o755]
     assert os.listdir(target.parent) == ["libvgpu.so"]
     inode = target.stat().st_ino
     assert install(checked, tmp_path / "lib", "libvgpu.so").stat().st_ino == inode, "an installed copy stays the same file"
@@ -79,15 +76,14 @@ def test_another_content_is_refused_as_soon_as_it_is_there(library: Path) -> Non
         check(library, wanted)
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "short"])
-def test_what_is_no_library_is_refused_and_does_not_block(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: None, Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\x7fELF\2\1")],
+    ids=["missing", "folder", "fifo", "short"],
+)
+def test_what_is_no_library_is_refused_and_does_not_block(tmp_path: Path, make: Callable[[Path], object]) -> None:
     path = tmp_path / "library.so"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "short":
-        path.write_bytes(b"\x7fELF\2\1")
+    make(path)
     with pytest.raises(LibraryError, match=r"put (it|the library itself|the shared library) there"):
         check(path, "0" * 64)
 

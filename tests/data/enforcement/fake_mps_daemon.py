@@ -291,28 +291,25 @@ class Daemon:
         return ""
 
     def _obey_3(self, words: Sequence[str], options: dict[str, str]) -> str:
-        style, owner = options.get("format", "table"), options.get("server", "")
+        owner = options.get("server", "")
         match words:
             case ["server", "create", name]:
                 self._create_server(name, options.get("uid", "0"), options.get("allowed-devices", "-"))
-                return f"Adding server '{name}'" + (" [multiuser enabled]" if self.multiuser else "")
             case ["server", "list"]:
                 servers = self.servers.values()
-                return _rendered(((s.name, s.user, s.pid, "Busy", PIPE / s.name, s.devices, "-") for s in servers), style)
+                return _csv((s.name, s.user, s.pid, "Busy", PIPE / s.name, s.devices, "-") for s in servers)
             case ["namespace", "create", name]:
                 self._create_namespace(owner, name)
             case ["namespace", "delete", name]:
                 self._delete_namespace(owner, name, "force" in options)
-                return f"Namespace '{name}' deleted from server '{owner}'" + (" (forced)" if "force" in options else "")
             case ["namespace", "list"]:
                 self._known(owner)
-                return _rendered(self._namespace_rows(owner), style)
+                return _csv(self._namespace_rows(owner))
             case ["namespace", "set", name]:
                 self._limit(self._namespace(owner, name).limits, options)
-                return f"Database updated for server '{owner}' namespace '{name}'"
             case ["client", "list"]:
                 known = [s for s in self.servers.values() if owner in ("", s.name)]
-                return _rendered(((pid, s.name, 0, space, "a program") for s in known for pid, space in s.clients.items()), style)
+                return _csv((pid, s.name, 0, space, "a program") for s in known for pid, space in s.clients.items())
             case ["client", "terminate", pid]:
                 owners = [server for server in self.servers.values() if int(pid) in server.clients]
                 if not owners or int(pid) in behaviour("lasting_clients", []):
@@ -390,9 +387,8 @@ def _shown(value: int | None) -> str:
     return f"{value >> 30}G" if value % (1 << 30) == 0 else f"{value >> 20}M"
 
 
-def _rendered(rows: Iterable[Sequence[object]], style: str) -> str:
-    between = "," if style.startswith("csv") else "  "
-    return "\n".join(between.join(map(str, row)) for row in rows)
+def _csv(rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join(",".join(map(str, row)) for row in rows)
 
 
 if __name__ == "__main__":

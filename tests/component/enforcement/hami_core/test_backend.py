@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -57,9 +57,10 @@ class Place:
     folder: Path
     library: Path
     client: Client
-    clock: Clock
-    backend: HamiCore
-    region: Path
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.backend, self.region = self.agent(), region_of(self.folder)
 
     def agent(self) -> HamiCore:
         """Another process of the agent."""
@@ -92,8 +93,7 @@ class Place:
 @pytest.fixture
 async def unstarted(tmp_path: Path, library: Path, client: Client) -> AsyncIterator[Place]:
     """Before the container starts."""
-    clock = Clock()
-    made = Place(tmp_path, library, client, clock, make_backend(tmp_path, library, clock), region_of(tmp_path))
+    made = Place(tmp_path, library, client)
     yield made
     await made.backend.close()
 
