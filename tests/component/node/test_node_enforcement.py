@@ -1,9 +1,9 @@
 """The choice of the backends on a node with an old driver, and the reports for a container that runs without limits."""
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec.structs import replace
@@ -40,24 +40,13 @@ def tenant_on(world: World) -> GpuShare:
     return GpuShare(allocation="a", gpus=(shared,), pod=("team", "web"), container="main")
 
 
-class RecordedNode:
-    """In the place of the publisher and its node."""
-
-    def __init__(self) -> None:
-        self.node = self
-        self.written: list[tuple[str, str]] = []
-
-    def annotate(self, key: str, value: str) -> None:
-        self.written.append((key, value))
+@pytest.fixture
+def publisher() -> Mock:
+    return Mock(spec=Publisher)
 
 
 @pytest.fixture
-def published() -> RecordedNode:
-    return RecordedNode()
-
-
-@pytest.fixture
-async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> AsyncIterator[NodeEnforcement]:
+async def enforcement(world: World, publisher: Mock, tmp_path: Path) -> AsyncIterator[NodeEnforcement]:
     settings = Settings(
         checkpoint=CheckpointSettings(dir=tmp_path),
         container=ContainerSettings(allocation_dir=tmp_path / "vm"),
@@ -65,7 +54,7 @@ async def enforcement(world: World, published: RecordedNode, tmp_path: Path) -> 
         enforcement=EnforcementSettings(backend="none", run_dir=tmp_path / "run"),
     )
     hardware = Hardware(sysfs_root=tmp_path, simulated=True)
-    made = NodeEnforcement(settings, hardware, world.pods, cast(Publisher, published))
+    made = NodeEnforcement(settings, hardware, world.pods, publisher)
     await made.open(world.agent_state, lost=False)
     yield made
     await made.close()
@@ -117,15 +106,15 @@ async def test_a_share_of_mps_on_a_gpu_older_than_volta_is_reported(
 
 
 async def test_the_limits_of_each_gpu_are_reported_and_the_node_is_annotated(
-    enforcement: NodeEnforcement, published: RecordedNode
+    enforcement: NodeEnforcement, publisher: Mock
 ) -> None:
     assert enforcement.limits.gpu_limits == {}
     node = snapshot(2, 16)
     await enforcement.choose(node)
-    assert published.written == [("gpumgr.io/enforcement", "GPU 0-1: memory none, cores none")]
+    publisher.annotate.assert_called_once_with("gpumgr.io/enforcement", "GPU 0-1: memory none, cores none")
     assert enforcement.limits.gpu_limits == {gpu.uuid: GpuLimits() for gpu in node.gpus}
     await enforcement.choose(snapshot(1, 16))
-    assert published.written[1:] == [("gpumgr.io/enforcement", "GPU 0: memory none, cores none")]
+    publisher.annotate.assert_called_with("gpumgr.io/enforcement", "GPU 0: memory none, cores none")
     assert enforcement.limits.choice.obstacles["hami-core"].startswith("no libvgpu.so is installed")
 
 
@@ -148,11 +137,6 @@ async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cg
     enforcement: NodeEnforcement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the daemons of its GPUs are asked."""
-    ended: list[Mapping[str, Collection[int]]] = []
-
-    async def end_clients(pids: Mapping[str, Collection[int]]) -> None:
-        ended.append(pids)
-
     runtime, ledger = MemoryRuntime(), Ledger(gpu_registry=GpuRegistry().register("GPU-a", 4096).register("GPU-b", 4096))
     gpu = {each.uuid: each.name for each in ledger.gpu_registry.gpus}
     for n, (uid, name, uuid, pids) in enumerate(
@@ -168,25 +152,25 @@ async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cg
         runtime.inside[uid + name] = pids
         if uuid is not None:
             ledger = ledger.occupy(allocated(id=f"{n:016x}", uid=uid, container=name, cores={gpu[uuid]: 1 << n}))
-    monkeypatch.setattr(enforcement.mps, "end_clients", end_clients)
+    monkeypatch.setattr(enforcement.mps, "end_clients", ended := AsyncMock())
     clients = ClientsOfPods(enforcement.mps, runtime, lambda: ledger)  # type: ignore[arg-type]
     pod, other, cpu = (PodView(namespace="team", name="web", uid=uid) for uid in ("u", "other", "cpu"))
     daemons: list[str] = []
     monkeypatch.setattr(enforcement.mps, "daemons", lambda: [SimpleNamespace(uuid=uuid) for uuid in daemons])
     await clients.end([pod])
-    assert ended == [], "no daemon runs"
+    ended.assert_not_awaited()  # no daemon runs
     daemons.append("GPU-a")
     await clients.end([pod, other])
-    assert ended.pop() == {"GPU-a": {11, 12}}
+    ended.assert_awaited_once_with({"GPU-a": {11, 12}})
     daemons.append("GPU-b")
     await clients.end([pod, other])
-    assert ended.pop() == {"GPU-a": {11, 12}, "GPU-b": {21, 31}}
+    ended.assert_awaited_with({"GPU-a": {11, 12}, "GPU-b": {21, 31}})
     await clients.end([cpu])
-    assert ended == []
+    assert ended.await_count == 2
     claim = ClaimRequest(namespace="team", name="c", uid="c", request="main")
     ledger = ledger.occupy(allocated(id="c", claim=claim, cores={gpu["GPU-a"]: 1 << 9}))
     await clients.end([replace(cpu, claims=(ClaimUse(container="main", claim="c"),))])
-    assert ended.pop() == {"GPU-a": {51}}
+    ended.assert_awaited_with({"GPU-a": {51}})
     runtime.cgroups_broken = True
     with capture_logs() as logs:
         await clients.end([other])
