@@ -1,7 +1,7 @@
 """MemoryLimitWatcher on a node of two GPUs with 2 GiB each, and in-memory implementations of its ports."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpumgr.agent.history import History
 from gpumgr.agent.inventory import Inventory
-from gpumgr.agent.ports import Eviction, Finding, RunningContainer
+from gpumgr.agent.ports import Evictor, Finding, RunningContainer
 from gpumgr.agent.state import AgentState, DeviceListPublisher
 from gpumgr.common.errors import CriError, Refusal
 from gpumgr.common.units import Process, Resource
@@ -159,22 +159,6 @@ class MemoryBackends:
 
 
 @dataclass
-class MemoryEvictor:
-    """`evictions` are the evictions that a call added: pod, UID and reason; `withdrawn` are the UIDs that a call left out."""
-
-    wanted: dict[str, Eviction] = field(default_factory=dict)
-    evictions: list[tuple[PodKey, str, str]] = field(default_factory=list)
-    withdrawn: list[str] = field(default_factory=list)
-
-    def evict(self, requester: str, evictions: Iterable[Eviction], *, immediately: bool = False) -> None:  # noqa: ARG002
-        assert requester == "memory limit"
-        wanted = {each.uid: each for each in evictions}
-        self.evictions += [(each.pod, uid, each.reason) for uid, each in wanted.items() if uid not in self.wanted]
-        self.withdrawn += self.wanted.keys() - wanted.keys()
-        self.wanted = wanted
-
-
-@dataclass
 class MemoryMover:
     """Records the operations. `answers`: what the next ones do; None: they succeed once `ends` is set."""
 
@@ -203,7 +187,7 @@ class Node:
         inventory = replace(view.inventory, snapshot=replace(view.inventory.snapshot, driver_version=driver))
         self.agent_state = RecordingState(view.ledger, inventory, self.clock)
         self.pods, self.runtime, self.backends = MemoryPods(), MemoryRuntime(), MemoryBackends()
-        self.publisher, self.meter = MemoryEvictor(), Mock(spec=LimitMeter)
+        self.publisher, self.meter = Mock(spec=Evictor), Mock(spec=LimitMeter)
         self.mover, self.host_memory = MemoryMover(), HostMemory()
         self.owners = ProcessOwners(cast("Containers", self.runtime), clock=self.clock, timeout_seconds=60.0)
         #: How many operations need samples soon.
@@ -285,6 +269,12 @@ class Node:
     def told(self) -> list[HistoryEntry]:
         """The history's entries, which become events of pods."""
         return list(self.agent_state.history.entries())
+
+    @property
+    def evicted(self) -> list[Mapping[str, tuple[PodKey, str]]]:
+        """The evictions that each sample requested: UID -> pod and reason."""
+        requests = [call.args[1] for call in self.publisher.evict.call_args_list]
+        return [{each.uid: (each.pod, each.reason) for each in wanted} for wanted in requests]
 
     def events(self, code: str) -> list[str]:
         return [entry.why for entry in self.told if entry.code == code]

@@ -163,7 +163,7 @@ async def test_a_container_over_its_memory_is_reported_once_with_numbers() -> No
     assert (told.code, told.gpus, told.at) == ("GpuMemoryOverLimit", (GPU,), 7.0)
     assert f"may use 512 MiB of memory on {uuid_of(0)}, and used more than this plus the tolerance of 0 MiB" in told.why
     assert "evicted" not in told.why
-    assert not node.publisher.evictions
+    assert not node.evicted
     assert [(entry["event"], entry["holder"], entry["memory_bytes"]) for entry in logs] == [
         ("container_over_limit", "team/web (main)", 812 * MIB)
     ]
@@ -194,8 +194,8 @@ async def test_the_return_below_the_limit_is_reported_too_and_each_crossing_has_
 async def test_the_pod_of_a_container_over_its_limit_is_evicted_if_configured() -> None:
     node = sharing(evict=True)
     await node.sampled(sample({11: LIMIT + 1}, {}), after_seconds=60, times=60)
-    assert list(node.publisher.wanted) == ["uid-a"]
-    assert node.publisher.evictions == [(WEB, "uid-a", "container main stayed over its GPU memory")]
+    assert node.evicted[-1] == {"uid-a": (WEB, "container main stayed over its GPU memory")}
+    assert {call.args[0] for call in node.publisher.evict.call_args_list} == {"memory limit"}
     assert node.meter.evicted.call_count == 1
     over, evicted = node.told
     assert "; the pod is evicted" in over.why
@@ -209,7 +209,7 @@ async def test_a_user_of_a_claim_whose_first_user_has_ended_is_evicted() -> None
     node.pods.views[TRAIN] = PodView(namespace="team", name="train", uid="uid-t", claims=uses)
     node.runs(container("t", TRAIN), 20, 21)
     await node.sampled(sample({21: 2 * LIMIT}, {}), times=4)
-    assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(TRAIN, "uid-t")]
+    assert {uid: pod for uid, (pod, _) in node.evicted[-1].items()} == {"uid-t": TRAIN}
     assert {(entry.pod, entry.pod_uid) for entry in node.told} == {(TRAIN, "uid-t")}
 
 
@@ -219,14 +219,14 @@ async def test_who_is_within_its_memory_again_or_gone_is_not_evicted_any_more() 
     node.runs(container("b", THIRD), 21)
     both = sample({11: LIMIT + 1, 21: LIMIT + 1}, {})
     await node.sampled(both, times=3)
-    assert [uid for _, uid, _ in node.publisher.evictions] == ["uid-a", "uid-b"]
+    assert [*node.evicted[-1]] == ["uid-a", "uid-b"]
     await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}), times=2)
-    assert node.publisher.withdrawn == []
+    assert [*node.evicted[-1]] == ["uid-a", "uid-b"]
     await node.sampled(sample({11: LIMIT, 21: LIMIT + 1}, {}))
-    assert node.publisher.withdrawn == ["uid-a"]
+    assert [*node.evicted[-1]] == ["uid-b"]
     node.frees("b")
     await node.sampled(sample({11: LIMIT}, {}))
-    assert node.publisher.withdrawn[1:] == ["uid-b"]
+    assert not node.evicted[-1]
 
 
 async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes() -> None:
@@ -234,7 +234,7 @@ async def test_pods_over_their_limit_are_not_evicted_after_the_setting_changes()
     await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
     node.apply(evict=False)
     await node.sampled(sample({11: LIMIT + 1}, {}))
-    assert node.publisher.withdrawn == ["uid-a"]
+    assert not node.evicted[-1]
 
 
 async def test_without_an_api_server_no_pod_is_evicted() -> None:
@@ -250,7 +250,7 @@ async def test_the_uid_comes_from_the_runtime_where_the_ledger_has_none() -> Non
     node = Node(replace(A, uid=None), evict=True)
     node.runs(container("a", WEB), 11)
     await node.sampled(sample({11: LIMIT + 1}, {}), times=3)
-    assert [(pod, uid) for pod, uid, _ in node.publisher.evictions] == [(WEB, "uid-a")]
+    assert {uid: pod for uid, (pod, _) in node.evicted[-1].items()} == {"uid-a": WEB}
 
 
 # -- unattributed processes ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from gpumgr.ledger.node import node_devices
 from gpumgr.ledger.suspension import Suspension
 from gpumgr.placement.pods import ResizeRequest
 from tests.unit.ledger.samples import MIB
-from tests.unit.web.metrics.pictures import allocation
 
 from .node import GPU, PIDS, TRAIN, WEB, Node, breathe, node_of, share, uses
 from .test_suspensions import sampled
@@ -177,15 +176,15 @@ async def test_a_decision_that_is_not_saved_changes_no_limit() -> None:
     assert node.amounts == {"a": (20, 512)}
 
 
-def whole() -> Allocation:
-    return allocation("a", WEB, cores={0: (1 << 100) - 1}, blocks={0: 0b11})
-
-
 @pytest.mark.parametrize(
     ("made", "asked", "why"),
     [
         (lambda: node_with(A), ResizeRequest(problem="it is no JSON"), "it is no JSON"),
-        (lambda: node_with(whole()), wants(50), "only a container with a share of a GPU can be resized"),
+        (
+            lambda: node_with(share("a", 0b11, cores=(1 << 100) - 1)),
+            wants(50),
+            "only a container with a share of a GPU can be resized",
+        ),
         (lambda: node_with(A), wants(mebibytes=299), "it uses 300 MiB of GPU 00000000, more than 299 MiB"),
         (lambda: node_with(A), wants(mebibytes=2049), "GPU 00000000 has 1536 MiB left for it, and it needs 1537 more"),
         (lambda: node_with(A, cores=0), wants(51), "would have 1 cores above its requests, and this node allows 0"),

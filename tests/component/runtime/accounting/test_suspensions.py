@@ -18,7 +18,7 @@ from gpumgr.placement.pods import ResizeRequest
 from gpumgr.runtime import suspensions
 from tests.background import background
 from tests.unit.ledger.samples import MIB, container
-from tests.unit.web.metrics.pictures import allocation
+from tests.unit.web.metrics.pictures import whole
 
 from .node import GPU, GPU1, PIDS, THIRD, WEB, Node, breathe, node_of, share, uses
 from .test_bursts import A, T
@@ -614,7 +614,7 @@ async def test_the_memory_of_a_container_that_was_resumed_or_failed_is_known() -
         assert node.backends.seen[-1][1][0][0].tenant.gpus[0].limit_bytes == 501 * MIB
 
 
-WHOLE = allocation("a", WEB, cores={0: (1 << 100) - 1}, blocks={0: 0xFF})
+WHOLE = whole("a", WEB, 0)
 BY_MIG = replace(
     WHOLE,
     device_ids={},
