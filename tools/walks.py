@@ -46,7 +46,7 @@ async def modules_entered(call: Callable[[], object]) -> list[str]:
 async def filter_walks() -> AsyncIterator[Walk]:
     """`Extender.filter` on two nodes, for a share, whole GPUs, a pod that fits nowhere, and a pod without GPUs."""
     from tests.bench.bench_requests import Bench, pod
-    from tests.bench.cluster_stub import name_of
+    from tests.bench.big_cluster import name_of
 
     bench = Bench(nodes=2, pods=4)
     containers = {"share": (50, 4), "whole GPUs": (200, 0), "fits nowhere": (1600, 0), "no GPU": (0, 0)}

@@ -12,10 +12,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -26,12 +25,12 @@ from gpumgr.ledger.ledger import Allocation, Change
 from gpumgr.ledger.store import SqliteCheckpoint
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet import PodStatus, SimContainer, SimPod
+from tests.agent_settings import Sections, changed, settings_in
 from tests.allocations import allocated
 from tests.bench import figures
 from tests.bench.figures import cpu_seconds, median_and_worst, resident_mib, spread
 from tests.bench.kubelet import Kubelet, Plugin, PodKey, Times, admit
 
-Changes = Mapping[str, Mapping[str, Any]]
 NODE = "bench-node"
 DESCRIPTION = Path(__file__).with_name("h200-8.yaml")
 OFFER = {CORE_RESOURCE: 800, MEMORY_RESOURCE: 4512}
@@ -51,39 +50,14 @@ REPORTED = {
 }
 
 
-def settings_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The shipped settings with every path below `folder`."""
-    return {
-        "node": {"name": NODE},
-        "kubelet": {
-            "device_plugin_dir": str(folder / "device-plugins"),
-            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
-        },
-        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "none")},
-        "container": {
-            "allocation_dir": str(folder / "vm"),
-            "driver_share_dir": str(folder / "driver" / "share"),
-            "driver_whole_dir": str(folder / "driver" / "whole"),
-        },
-        "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
-        "cri": {"socket": str(folder / "cri.sock")},
-        "http": {"port": 0, "socket": str(folder / "agent.sock")},
-        "display": {"socket": str(folder / "display.sock")},
-        "process": {"lock_path": str(folder / "agent.lock")},
-    }
-
-
 class Agent:
     """`gpumgr run`, and a supervisor that starts it at once when it was killed."""
 
-    def __init__(self, folder: Path, kubeconfig: Path, changes: Changes | None = None) -> None:
-        """`changes` (section -> key -> value) go over settings that have everything in `folder`."""
-        settings = settings_in(folder)
-        settings["kubernetes"] = {"kubeconfig": str(kubeconfig)}
-        for section, values in (changes or {}).items():
-            settings[section] = {**settings.get(section, {}), **values}
+    def __init__(self, folder: Path, kubeconfig: Path, changes: Sections | None = None) -> None:
+        """`changes` go over settings that have everything in `folder`."""
+        own = settings_in(folder, {"node": {"name": NODE}, "kubernetes": {"kubeconfig": str(kubeconfig)}})
         config = folder / "gpumgr.yaml"
-        config.write_text(yaml.safe_dump(settings))
+        config.write_text(yaml.safe_dump(changed(own, changes or {})))
         simulated = ["--sim", str(DESCRIPTION), "--sim-dir", str(folder / "sim")]
         self._command = [sys.executable, "-m", "gpumgr", "run", "--config", str(config), *simulated]
         self._log = folder / "agent.log"
@@ -289,7 +263,7 @@ def _beside(ours: list[Times], floors: list[Times], key: tuple[str, int]) -> dic
 
 
 @asynccontextmanager
-async def running(folder: Path, floor: dict[str, Plugin], changes: Changes | None = None) -> AsyncIterator[Bench]:
+async def running(folder: Path, floor: dict[str, Plugin], changes: Sections | None = None) -> AsyncIterator[Bench]:
     """An agent with these settings, which does not run yet. It ends with the block; where that fails, the end of its log is shown."""
     kubelet = Kubelet(folder)
     kubelet.start()

@@ -26,8 +26,9 @@ from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.enforcement.mps import launcher, processes
 from gpumgr.enforcement.mps.folders import gpu_folders
 from tests import mps_control
+from tests.agent_settings import Sections, changed
 from tests.bench import figures
-from tests.bench.bench_agent import CACHE_SECONDS, OFFER, Bench, Changes, floor_plugins, running
+from tests.bench.bench_agent import CACHE_SECONDS, OFFER, Bench, floor_plugins, running
 from tests.bench.children import child
 from tests.bench.figures import spread
 from tests.bench.kubelet import Kubelet, PodKey
@@ -53,7 +54,7 @@ class Starts:
     again: list[list[float]] = field(default_factory=list)
 
 
-def mechanisms(folder: Path) -> Mapping[str, Changes]:
+def mechanisms(folder: Path) -> Mapping[str, Sections]:
     """What the settings say for each; libraries and programs of theirs are made in `folder`."""
     library = folder / "library.so"
     supplied = {"library_path": str(library), "library_sha256": build(library)}
@@ -150,15 +151,17 @@ def end_daemons(root: Path) -> None:
             subprocess.run(command, check=True)
 
 
-async def measure_one(changes: Changes, rounds: int) -> dict[str, object]:
+async def measure_one(changes: Sections, rounds: int) -> dict[str, object]:
     # Not in /dev/shm as root: each MPS daemon has one of its own then.
     with scratch() as folder, scratch(Path("/run" if os.geteuid() == 0 else "/dev/shm")) as memory:
         places = Places.lay_out(memory / "places")
         (folder / "run").symlink_to(memory)
-        settings = {**changes, "cri": {"socket": str(places.socket)}}
-        settings["enforcement"] = {**changes["enforcement"], "run_dir": str(memory), "orphan_grace_seconds": 1}
+        own: Sections = {
+            "cri": {"socket": str(places.socket)},
+            "enforcement": {"run_dir": str(memory), "orphan_grace_seconds": 1},
+        }
         try:
-            async with running(folder, {}, settings) as bench:
+            async with running(folder, {}, changed(changes, own)) as bench:
                 with places.runtime(), ExitStack() as attached:
                     bench.agent.start()
                     await asyncio.to_thread(bench.kubelet.wait_offered, OFFER)

@@ -23,7 +23,7 @@ from gpumgr.common.units import CORE_RESOURCE, MEMORY_RESOURCE
 from gpumgr.kube.client import ApiServer
 from gpumgr.settings.schema import SchedulerSettings
 from tests.bench import figures
-from tests.bench.cluster_stub import Cluster, name_of, node, uuid_of
+from tests.bench.big_cluster import Cluster, name_of, node, uuid_of
 from tests.bench.figures import resident_mib, spread
 
 Json = dict[str, Any]

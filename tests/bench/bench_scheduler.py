@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench import figures
+from tests.bench.big_cluster import PREFIX, SHAPES, name_of, scheduler_command
 from tests.bench.children import child
-from tests.bench.cluster_stub import PREFIX, SHAPES, name_of, scheduler_command
 from tests.bench.figures import cpu_seconds, resident_mib, spread
 from tests.e2e.build import build_program
 

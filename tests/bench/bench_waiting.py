@@ -19,11 +19,11 @@ from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
+from tests.bench.big_cluster import GPU_MEBIBYTES, GPUS, Json, gpu_pod, name_of, uuid_of
 from tests.bench.children import serving
-from tests.bench.cluster_stub import GPU_MEBIBYTES, GPUS, Json, gpu_pod, name_of, uuid_of
 from tests.bench.figures import median_and_worst
-from tests.bench.soak_api import SoakApi, filler
 from tests.bench.soak_scheduler import replica
+from tests.bench.stub_api import Objects, StubApi, described, filler
 
 OWN_POD = "extender"
 BUSY_NODES = 100
@@ -34,11 +34,11 @@ PAUSE_SECONDS = 2.0
 WAIT_SECONDS = 60.0
 
 
-class Api(SoakApi):
+class Api(StubApi):
     """`retried` is set when the scheduler updates its own pod."""
 
     def __init__(self, nodes: int) -> None:
-        super().__init__(map(name_of, range(nodes)), 1)
+        super().__init__(described([*map(name_of, range(nodes))]), Objects(), 1)
         self.retried = asyncio.Event()
 
     def application(self) -> web.Application:

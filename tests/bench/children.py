@@ -1,9 +1,10 @@
 """Programs beside a benchmark: each says on standard output that it is ready, and ends when its standard input does."""
 
+import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
@@ -35,3 +36,10 @@ async def serving(application: web.Application) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def serve(application: web.Application, ended: Callable[[], object]) -> None:
+    """Prints the URL and the process id, and serves until `ended` returns."""
+    async with serving(application) as url:
+        print(f"{url} {os.getpid()}", flush=True)
+        await asyncio.to_thread(ended)

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from gpumgr.cluster.scheduler.wire import FilterArgs, FilterResult
-from tests.bench.cluster_stub import serve
+from tests.bench.children import serve
 
 
 async def first(request: web.Request) -> web.Response:

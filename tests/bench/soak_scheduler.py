@@ -24,10 +24,10 @@ import aiohttp
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION
 from tests.bench import figures
+from tests.bench.big_cluster import GPUS, Json, gpu_pod, name_of, scheduler_command, uuid_of
 from tests.bench.children import serving
-from tests.bench.cluster_stub import GPUS, Json, gpu_pod, name_of, scheduler_command, uuid_of
 from tests.bench.figures import resident_mib
-from tests.bench.soak_api import SoakApi, WatchFault, filler
+from tests.bench.stub_api import Objects, StubApi, WatchFault, described, filler
 
 WORKERS: Final = 8
 #: Nodes with one free GPU; all others are full.
@@ -66,7 +66,7 @@ async def replica(api: str, folder: Path, name: str, *, leader_election: bool = 
 
 
 class Soak:
-    def __init__(self, api: SoakApi, replicas: list[Replica], client: aiohttp.ClientSession, nodes: int, seed: int) -> None:
+    def __init__(self, api: StubApi, replicas: list[Replica], client: aiohttp.ClientSession, nodes: int, seed: int) -> None:
         self.api, self.replicas, self._client = api, replicas, client
         self._names = [name_of(number) for number in range(nodes)]
         self._source = random.Random(seed)
@@ -170,7 +170,7 @@ class Soak:
             self.resident.append((time.monotonic(), max(each.resident_mib for each in self.replicas)))
 
 
-async def fill(api: SoakApi, nodes: int) -> None:
+async def fill(api: StubApi, nodes: int) -> None:
     for number in range(nodes):
         name = name_of(number)
         taken = GPUS - 1 if number < ROOMY_NODES else GPUS
@@ -178,7 +178,7 @@ async def fill(api: SoakApi, nodes: int) -> None:
 
 
 async def measure(*, seconds: int, nodes: int, seed: int) -> Mapping[str, Any]:
-    api = SoakApi(map(name_of, range(nodes)), seed)
+    api = StubApi(described([*map(name_of, range(nodes))]), Objects(), seed)
     await fill(api, nodes)
     limits = aiohttp.ClientTimeout(total=10)
     with tempfile.TemporaryDirectory() as folder:

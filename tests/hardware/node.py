@@ -24,6 +24,7 @@ from gpumgr.sim.demo.process import AgentLog, AgentProcess
 from gpumgr.sim.kubelet import SimContainer, SimKubelet, SimPod
 from gpumgr.sim.library import SimProcesses
 from gpumgr.sim.runtime import SimRuntime
+from tests.agent_settings import Sections, changed, settings_in
 
 #: The programs that a tenant can run; both read commands from standard input.
 TENANT: Final = Path(__file__).with_name("tenant.py")
@@ -227,29 +228,13 @@ def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[
 
 @contextlib.asynccontextmanager
 async def open_hardware_node(
-    folder: Path, settings: Mapping[str, Mapping[str, object]], *, arguments: Sequence[str] = (), several_gpus: bool = False
+    folder: Path, settings: Sections, *, arguments: Sequence[str] = (), several_gpus: bool = False
 ) -> AsyncIterator[HardwareNode]:
     """`folder` must have a short path; `settings` of the agent, by section, over the settings that keep it in `folder`; `arguments`: more
     of `gpumgr run`. All ends at the exit."""
-    own: dict[str, dict[str, object]] = {
-        "node": {"name": "hardware"},
-        "kubelet": {
-            "device_plugin_dir": str(folder / "device-plugins"),
-            "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),
-        },
-        "checkpoint": {"dir": str(folder / "checkpoint"), "gpu_manager_checkpoint": str(folder / "gpu-manager.json")},
-        "kubernetes": {"enabled": False},
-        "container": {"allocation_dir": str(folder / "vm")},
-        "enforcement": {"run_dir": str(folder / "run"), "cdi_dir": str(folder / "cdi")},
-        "cri": {"socket": str(folder / "cri.sock")},
-        "http": {"port": 0, "socket": str(folder / "agent.sock")},
-        "display": {"socket": str(folder / "display.sock")},
-        "log": {"format": "json"},
-        "process": {"lock_path": str(folder / "agent.lock")},
-    }
-    merged = {section: {**own.get(section, {}), **settings.get(section, {})} for section in {**own, **settings}}
+    own: Sections = {"node": {"name": "hardware"}, "kubernetes": {"enabled": False}, "log": {"format": "json"}}
     config = folder / "gpumgr.yaml"
-    config.write_text(yaml.safe_dump(merged), encoding="utf-8")
+    config.write_text(yaml.safe_dump(changed(settings_in(folder, own), settings)), encoding="utf-8")
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(unmount_below, folder)
         kubelet = await stack.enter_async_context(SimKubelet(folder))

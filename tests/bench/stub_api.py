@@ -1,46 +1,56 @@
 """An API server with the watches and Leases of the real one, which fails on command, and checks each binding against all GPUs.
 
-A watch ends after its `timeoutSeconds`, with a bookmark 2 s before; a version that is no longer in the history is answered 410.
+A watch ends after its `timeoutSeconds`, with a bookmark 2 s before if there was news; a version that the history lacks is answered 410.
 """
 
 import asyncio
 import json
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Literal
+from itertools import islice
+from typing import Final, Literal
 
 from aiohttp import web
 
 from gpumgr.kube.cluster_annotations import PLACEMENT_ANNOTATION, decode_placement
 from gpumgr.sim.apiserver_objects import failure
-from tests.bench.cluster_stub import GPU_MEBIBYTES, gpu_pod, node
+from tests.bench.big_cluster import GPU_MEBIBYTES, Json, gpu_pod, node
 
 #: What happens to the watches: 429, 410, no event and no bookmark, or events that are late and, after a reconnect, in another order.
 WatchFault = Literal["refused", "expired", "silent", "late"]
 _HISTORY: Final = 20_000
 _BOOKMARK_SECONDS: Final = 2.0
 _LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-Json = dict[str, Any]
 
 
-class _Objects:
-    """Objects of one kind as JSON, by UID, and the history of their changes: version, UID, event."""
+class Objects:
+    """Objects of one kind: `count` that were there before, whose JSON `text_of` makes when they are listed, and later ones by UID; and the
+    history of changes: version, UID, event."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 0, text_of: Callable[[int], str] = str) -> None:
+        self._count, self._text_of = count, text_of
         self.texts: dict[str, str] = {}
         self.version = 1
         self.history: deque[tuple[int, str, str]] = deque(maxlen=_HISTORY)
         self.news = asyncio.Condition()
 
-    async def change(self, kind: str, item: Json) -> None:
+    def page(self, first: int, limit: int) -> tuple[list[str], bool]:
+        """The texts from `first` on, and whether there are more."""
+        end, before = first + limit, self._count
+        made = [self._text_of(number) for number in range(first, min(end, before))]
+        later = islice(self.texts.values(), max(0, first - before), max(0, end - before))
+        return [*made, *later], end < before + len(self.texts)
+
+    async def change(self, kind: str, item: Json, *, listed: bool = True) -> None:
+        """With `listed` False it is an event alone: lists stay as they are."""
         self.version += 1
         item["metadata"]["resourceVersion"] = str(self.version)
         uid, text = item["metadata"]["uid"], json.dumps(item)
-        if kind == "DELETED":
+        if listed and kind == "DELETED":
             del self.texts[uid]
-        else:
+        elif listed:
             self.texts[uid] = text
         self.history.append((self.version, uid, f'{{"type":"{kind}","object":{text}}}\n'))
         async with self.news:
@@ -53,28 +63,24 @@ class _Objects:
 
     def since(self, version: int) -> list[tuple[int, str, str]] | None:
         """None: the history does not go back so far."""
-        if version < self.version and (not self.history or self.history[0][0] > version + 1):
-            return None
-        return [each for each in self.history if each[0] > version] if version < self.version else []
+        number = self.version - version
+        return [*islice(reversed(self.history), number)][::-1] if number <= len(self.history) else None
 
 
-class SoakApi:
-    """`watch_fault` holds for all watches, `lists_fail` for lists, `lease_lost` for the Lease: no answer. `overcommitted` has a line for
-    each binding that gave a share of a GPU twice."""
+class StubApi:
+    """`nodes` and `pods`: those that are there before the others. `watch_fault` holds for all watches, `lists_fail` for lists, `lease_lost`
+    for the Lease: no answer. `overcommitted` has a line for each binding that gave a share of a GPU twice."""
 
-    def __init__(self, nodes: Iterable[str], seed: int) -> None:
+    def __init__(self, nodes: Objects, pods: Objects, seed: int) -> None:
         self.watch_fault: WatchFault | None = None
         self.lists_fail = self.lease_lost = False
         self.overcommitted: list[str] = []
         self.bound = 0
         self._source = random.Random(seed)
-        self._objects = {"nodes": _Objects(), "pods": _Objects(), "configmaps": _Objects()}
-        for name in nodes:
-            item = node(name)
-            self._objects["nodes"].texts[item["metadata"]["uid"]] = json.dumps(item)
+        self.objects = {"nodes": nodes, "pods": pods, "configmaps": Objects()}
         #: UUID -> pod's UID -> cores, MiB.
         self._given: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-        self._pods: dict[str, Json] = {}
+        self.pods: dict[str, Json] = {}
         self._lease: Json | None = None
         self._lease_version = 0
 
@@ -101,20 +107,20 @@ class SoakApi:
     async def create(self, item: Json) -> None:
         """A pod without a node, or one with a node and its placement."""
         uid = item["metadata"]["uid"]
-        self._pods[uid] = item
+        self.pods[uid] = item
         if item["spec"].get("nodeName"):
             self._give(uid, item)
-        await self._objects["pods"].change("ADDED", item)
+        await self.objects["pods"].change("ADDED", item)
 
     async def delete(self, uid: str) -> None:
-        item = self._pods.pop(uid)
+        item = self.pods.pop(uid)
         for shares in self._given.values():
             shares.pop(uid, None)
-        await self._objects["pods"].change("DELETED", item)
+        await self.objects["pods"].change("DELETED", item)
 
     def expire(self) -> None:
         """Forgets the history, so that every watch from an earlier version is answered 410."""
-        for objects in self._objects.values():
+        for objects in self.objects.values():
             objects.history.clear()
             objects.version += 1
 
@@ -130,7 +136,7 @@ class SoakApi:
     async def _bind(self, request: web.Request) -> web.Response:
         binding = await request.json()
         uid = binding["metadata"]["uid"]
-        item = self._pods.get(uid)
+        item = self.pods.get(uid)
         if item is None:
             return failure(404, "NotFound", "the pod does not exist")
         if item["spec"].get("nodeName"):
@@ -139,19 +145,19 @@ class SoakApi:
         item["metadata"]["annotations"] |= binding["metadata"].get("annotations") or {}
         self._give(uid, item)
         self.bound += 1
-        await self._objects["pods"].change("MODIFIED", item)
+        await self.objects["pods"].change("MODIFIED", item)
         if self._source.random() < 0.02 and request.transport is not None:
             request.transport.abort()  # it has happened, and the answer is lost
         return web.json_response({"kind": "Status", "status": "Success"}, status=201)
 
     async def _get_pod(self, request: web.Request) -> web.Response:
-        found = self._pods.get(f"uid-{request.match_info['name']}")
+        found = self.pods.get(f"uid-{request.match_info['name']}")
         return web.json_response(found) if found is not None else failure(404, "NotFound", "the pod does not exist")
 
     # -- lists and watches -------------------------------------------------------------------------------------------------
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
-        objects = self._objects[request.match_info["kind"]]
+        objects = self.objects[request.match_info["kind"]]
         if "watch" in request.query:
             response = web.StreamResponse()
             with suppress(ConnectionResetError):  # the client has gone
@@ -160,13 +166,11 @@ class SoakApi:
         if self.lists_fail:
             return failure(503, "ServiceUnavailable", "the server is overloaded")
         version, _, first = request.query.get("continue", f"{objects.version}/0").partition("/")
-        texts = list(objects.texts.values())
-        end = min(len(texts), int(first) + int(request.query["limit"]))
-        head = json.dumps({"resourceVersion": version, "continue": f"{version}/{end}" if end < len(texts) else ""})
-        items = ",".join(texts[int(first) : end])
-        return web.Response(text=f'{{"metadata":{head},"items":[{items}]}}', content_type="application/json")
+        texts, more = objects.page(int(first), int(request.query["limit"]))
+        head = json.dumps({"resourceVersion": version, "continue": f"{version}/{int(first) + len(texts)}" if more else ""})
+        return web.Response(text=f'{{"metadata":{head},"items":[{",".join(texts)}]}}', content_type="application/json")
 
-    async def _watch(self, request: web.Request, response: web.StreamResponse, objects: _Objects) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, response: web.StreamResponse, objects: Objects) -> web.StreamResponse:
         if self.watch_fault == "refused":
             return failure(429, "TooManyRequests", "slow down", {"Retry-After": "1"})
         loop, sent = asyncio.get_running_loop(), int(request.query["resourceVersion"])
@@ -189,7 +193,7 @@ class SoakApi:
                 for text in self._reordered(found) if first else (text for _, _, text in found):
                     await response.write(text.encode())
             first = False
-            if not marked and now > end - _BOOKMARK_SECONDS:
+            if not marked and now > end - _BOOKMARK_SECONDS and objects.version > int(request.query["resourceVersion"]):
                 marked = True
                 mark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(sent)}}}
                 await response.write(json.dumps(mark).encode() + b"\n")
@@ -240,6 +244,11 @@ class SoakApi:
 
     async def _event(self, request: web.Request) -> web.Response:
         return web.json_response(await request.json(), status=201)
+
+
+def described(names: Sequence[str]) -> Objects:
+    """Nodes."""
+    return Objects(len(names), lambda number: json.dumps(node(names[number])))
 
 
 def filler(name: str, node_name: str, gpus: Iterable[str]) -> Json:
