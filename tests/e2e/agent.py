@@ -5,7 +5,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,34 +15,15 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumgr.cli import group
+from tests.agent_settings import Sections, changed, settings_in
 
 from .cluster import Cluster
-from .manifests import CORE, MEMORY
-from .places import AGENT_STATE, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
+from .manifests import CORE, MEMORY, Json
+from .places import AGENT_STATE, CDI_SPECS, CONTAINERD_SOCKET, DEVICE_PLUGINS, NODE, POD_RESOURCES, PROJECT, RUN_DIR
 from .podresources import Place, PodResources
 from .processes import StartError, free_ports, start_time, wait_until, whole_lines
 
 SIM = "hgx-h100-8"
-
-
-def agent_config(kubeconfig: Path, port: int) -> dict[str, Any]:
-    """The agent's settings on this cluster; every key that the harness knows is here."""
-    return {
-        "node": {"name": NODE},
-        "kubelet": {"device_plugin_dir": str(DEVICE_PLUGINS), "pod_resources_socket": str(POD_RESOURCES)},
-        "kubernetes": {"kubeconfig": str(kubeconfig)},
-        "checkpoint": {"dir": str(AGENT_STATE / "checkpoint"), "gpu_manager_checkpoint": str(AGENT_STATE / "none")},
-        "process": {"lock_path": str(AGENT_STATE / "agent.lock")},
-        "container": {
-            "allocation_dir": str(AGENT_STATE / "vm"),
-            "driver_share_dir": str(AGENT_STATE / "vdriver" / "nvidia"),
-            "driver_whole_dir": str(AGENT_STATE / "vdriver" / "origin"),
-        },
-        "enforcement": {"backend": "none", "run_dir": str(RUN_DIR)},
-        "cri": {"socket": str(CONTAINERD_SOCKET)},
-        "http": {"port": port, "socket": str(AGENT_STATE / "agent.sock")},
-        "display": {"socket": str(AGENT_STATE / "display.sock")},
-    }
 
 
 @dataclass(frozen=True)
@@ -70,6 +51,10 @@ def read_ledger(document: Mapping[str, Any]) -> list[Holding]:
     ]
 
 
+def has_both(offered: Mapping[str, int]) -> bool:
+    return all(offered.get(resource) for resource in (CORE, MEMORY))
+
+
 class Agent:
     """`gpumgr run` on a simulated node, as a process of the cluster with this name."""
 
@@ -83,15 +68,25 @@ class Agent:
         #: Ids of each resource on a node without pods; known after the first start.
         self.offer: dict[str, int] = {}
 
-    def configure(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Settings of the next start: the usual ones with these changes (section -> key -> value)."""
-        settings = agent_config(self._cluster.kubeconfig("gpumgr"), self.port)
-        for section, values in changes.items():
-            settings[section] = {**settings.get(section, {}), **values}
-        self._config.write_text(yaml.safe_dump(settings))
+    def settings(self) -> Sections:
+        """The usual ones on this cluster."""
+        own: Sections = {
+            "node": {"name": NODE},
+            "kubelet": {"device_plugin_dir": str(DEVICE_PLUGINS), "pod_resources_socket": str(POD_RESOURCES)},
+            "kubernetes": {"kubeconfig": str(self._cluster.kubeconfig("gpumgr"))},
+            "enforcement": {"backend": "none", "run_dir": str(RUN_DIR), "cdi_dir": str(CDI_SPECS)},
+            "cri": {"socket": str(CONTAINERD_SOCKET)},
+            "http": {"port": self.port},
+        }
+        return settings_in(AGENT_STATE, own)
+
+    def configure(self, changes: Sections) -> None:
+        """Settings of the next start: the usual ones with these changes."""
+        self._settings = changed(self.settings(), changes)
+        self._config.write_text(yaml.safe_dump(self._settings))
 
     @contextmanager
-    def configured(self, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    def configured(self, changes: Sections) -> Iterator[None]:
         """Runs with other settings, and with the usual ones again afterwards."""
         self.stop()
         self.configure(changes)
@@ -103,17 +98,24 @@ class Agent:
             self.configure({})
             self.start()
 
+    def get(self, path: str) -> str:
+        """The answer of its web server. Raises OSError or HTTPException if there is none, or if it is an error."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """(name, labels) -> value, of one scrape."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
-        families = text_string_to_metric_families(text)
+        families = text_string_to_metric_families(self.get("/metrics"))
         return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
+
+    def state(self) -> Json:
+        """What its page shows."""
+        found: Json = json.loads(self.get("/api/state"))
+        return found
 
     def gpu_index(self, gpu: str) -> int:
         """NVML's index of a GPU that the ledger calls so."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/graph?format=json", timeout=30) as answer:
-            return next(int(each["index"]) for each in json.load(answer)["gpus"] if each["name"] == gpu)
+        return next(int(each["index"]) for each in json.loads(self.get("/graph?format=json"))["gpus"] if each["name"] == gpu)
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log so far."""
@@ -180,28 +182,24 @@ class Agent:
 
     def offers(self) -> bool:
         """Whether the kubelet has healthy ids of both resources: a plugin that answers serves them."""
-        offered = self.offered()
-        return bool(offered.get(CORE)) and bool(offered.get(MEMORY))
+        return has_both(self.offered())
 
     def is_ready(self) -> bool:
         """What its readiness probe says: what the kubelet still offers of an agent that has ended is not ours."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=30):
-                return True
-        except (OSError, http.client.HTTPException):
-            return False
+        with suppress(OSError, http.client.HTTPException):
+            self.get("/readyz")
+            return True
+        return False
 
     def wait_offered(self, timeout: float = 60) -> None:
         """Waits until both resources are offered."""
-        offered: dict[str, int] = {}
 
-        def both() -> bool:
-            nonlocal offered
+        def both() -> dict[str, int]:
             self.check()
             offered = self.offered()
-            return bool(offered.get(CORE)) and bool(offered.get(MEMORY)) and self.is_ready()
+            return offered if has_both(offered) and self.is_ready() else {}
 
-        wait_until("both resources offered", both, timeout, every=0.02)
+        offered = wait_until("both resources offered", both, timeout, every=0.02)
         self.offer = self.offer or offered
 
     def ledger(self) -> list[Holding]:

@@ -91,6 +91,10 @@ class Api:
             self.close()
             raise
 
+    def annotate(self, path: str, annotations: Mapping[str, str | None]) -> Json:
+        """Merges annotations into those of an object; None removes one."""
+        return self.request("PATCH", path, {"metadata": {"annotations": annotations}})
+
     def may(self, verb: str, resource: str, *, group: str = "", namespace: str = NAMESPACE) -> bool:
         """Whether this bearer has the right now. A new role has effect a moment after its binding was created."""
         resource, _, subresource = resource.partition("/")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -141,12 +142,16 @@ class Pods:
                 self.cluster.processes.stop("kubelet")
                 found["slice_back"].append(self._slice_gap(there))
                 time.sleep(2.5)  # at most one write each 2 s
-                began, tainted = time.monotonic(), _tainted(there)
-                control().xid(repeat % 8, 79)
-                wait_until("the taint", lambda tainted=tainted: bool(_tainted(there) - tainted), every=0.01)
-                found["taint"].append(time.monotonic() - began)
-                control().clear()
+                found["taint"].append(self._taint(there, repeat % 8))
         return {name: spread(each) for name, each in found.items()}
+
+    def _taint(self, there: DraNode, gpu: int) -> float:
+        began, tainted = time.monotonic(), _tainted(there)
+        control().xid(gpu, 79)
+        wait_until("the taint", lambda: _tainted(there) - tainted, every=0.01)
+        taken = time.monotonic() - began
+        control().clear()
+        return taken
 
     def _slice_gap(self, there: DraNode) -> float:
         """How long a starting kubelet's wipe leaves the node without a slice, at most: from the last look that shows the former one to the
@@ -173,16 +178,13 @@ class Pods:
 
     def _registered(self, since: float) -> float:
         """The time of the registration, by the agent's log; Unix times."""
-        at: list[float] = []
 
-        def there() -> bool:
+        def times() -> list[float]:
             lines = [each for each in self.agent.log() if each["event"] == "registered" and each.get("driver") == DRA_DRIVER]
-            times = [datetime.fromisoformat(each["timestamp"].replace("Z", "+00:00")).timestamp() for each in lines]
-            at[:] = [each for each in times if each > since]
-            return bool(at)
+            found = [datetime.fromisoformat(each["timestamp"].replace("Z", "+00:00")).timestamp() for each in lines]
+            return [each for each in found if each > since]
 
-        wait_until("the registration", there)
-        return at[0]
+        return wait_until("the registration", times)[0]
 
 
 def _medians(crowds: Sequence[Crowd]) -> Figures:
@@ -307,7 +309,7 @@ class Schedulers:
         """Pods wait that no node can take, and each has been tried."""
         names = [f"rejected-{each}" for each in range(number)]
         self.cluster.create(scheduled(name, OURS, "H100") for name in names)
-        wait_until("rejections", lambda: all(_tried(self.cluster.pods.all().get(name, {})) for name in names), 300, every=0.2)
+        wait_until("rejections", lambda: all(map(self.tried, names)), 300, every=0.2)
         yield
         self.end(names)
 
@@ -317,7 +319,7 @@ class Schedulers:
         for repeat in range(repeats):
             name, target = f"woken-{repeat}", node_name(repeat)
             self.cluster.create([scheduled(name, OURS, "GB200")])
-            wait_until("a rejection", lambda name=name: _tried(self.cluster.pods.all().get(name, {})))
+            wait_until("a rejection", partial(self.tried, name))
             time.sleep(3)  # its backoff ends, and the events that its creation made
             began = time.monotonic()
             self.describe(target, inventory(target, "NVIDIA GB200"))
@@ -326,9 +328,12 @@ class Schedulers:
             self.describe(target, inventory(target))
         return spread(found)
 
+    def tried(self, name: str) -> bool:
+        found = self.cluster.pods.all().get(name, {}).get("status", {}).get("conditions") or ()
+        return any(each["type"] == "PodScheduled" for each in found)
+
     def describe(self, name: str, text: str) -> None:
-        patch = {"metadata": {"annotations": {INVENTORY_ANNOTATION: text}}}
-        self.cluster.api.request("PATCH", f"/api/v1/nodes/{name}", patch)
+        self.cluster.api.annotate(f"/api/v1/nodes/{name}", {INVENTORY_ANNOTATION: text})
 
     def stream(self, seconds: float, rate: float, repeats: int) -> Figures:
         """CPU-only pods at this rate; beside them, now and then, a GPU pod that fits."""
@@ -390,10 +395,6 @@ class Schedulers:
             found["takeover_seconds"] = {name: [self.takeover(end) for _ in range(2)] for name, end in ways.items()}
         self.cluster.api.request("DELETE", LEASE)
         return found
-
-
-def _tried(found: Json) -> bool:
-    return any(each["type"] == "PodScheduled" for each in found.get("status", {}).get("conditions") or ())
 
 
 def _rates(found: dict[str, list[Backlog]]) -> Figures:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -151,12 +151,34 @@ class Cluster:
 
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig file of `admin` (everything), `node` (the kubelet) or `gpumgr` (the agent)."""
+        return self._kubeconfig(name, self._tokens[name])
+
+    def credentials(self, account: str, pod: Json | None = None) -> Path:
+        """Kubeconfig file of a service account, as `token_of`."""
+        return self._kubeconfig(account.replace("/", "-"), self.token_of(account, pod))
+
+    def _kubeconfig(self, name: str, token: str) -> Path:
         path = STATE / f"{name}.kubeconfig"
-        if not path.exists():
-            config = manifests.kubeconfig(self.url, str(self._authority), self._tokens[name])
-            path.touch(mode=0o600)
-            path.write_text(json.dumps(config))
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(manifests.kubeconfig(self.url, str(self._authority), token)))
         return path
+
+    @contextmanager
+    def account(self, account: str, *roles: str) -> Iterator[Api]:
+        """A service account, `NAMESPACE/NAME`, with these ClusterRoles, and its access, while the block lasts."""
+        namespace, _, name = account.partition("/")
+        self.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
+        bindings = [f"{name}-{role}" for role in roles]
+        for binding, role in zip(bindings, roles, strict=True):
+            subject = f"--serviceaccount={namespace}:{name}"
+            self.kubectl("create", "clusterrolebinding", binding, f"--clusterrole={role}", subject)
+        try:
+            with closing(self.api_of(account)) as api:
+                yield api
+        finally:
+            for binding in bindings:
+                self.kubectl("delete", "clusterrolebinding", binding)
+            self.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
 
     def _start_runtime(self) -> None:
         (STATE / "cni" / "10-none.conflist").write_text(json.dumps(manifests.CNI))
@@ -394,6 +416,14 @@ class Cluster:
         except subprocess.CalledProcessError as error:
             raise AssertionError(f"kubectl: {error.stdout}{error.stderr}") from error
         return text.splitlines()
+
+    @contextmanager
+    def applied(self, objects: Sequence[Json] | str, *flags: str) -> Iterator[list[str]]:
+        """The objects are there while the block lasts; `flags` are for their deletion. What `apply` returns."""
+        try:
+            yield self.apply(objects)
+        finally:
+            self.take_away(objects, *flags)
 
     def take_away(self, objects: Iterable[Json] | str, *flags: str) -> None:
         """As `kubectl delete` does it; what is gone is no error."""

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +19,11 @@ import yaml
 from gpumgr.ledger import store
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
+from tests.agent_settings import Sections, changed
 from tools import chart
 
 from . import image_agent
-from .agent import SIM, Agent, agent_config
+from .agent import SIM, Agent
 from .cluster import Cluster
 from .manifests import Json, gpu_pod
 from .node import cleared
@@ -51,24 +52,19 @@ class Installed(Agent):
 
     # -- what is installed
 
-    def settings(self) -> dict[str, dict[str, Any]]:
+    def settings(self) -> Sections:
         """The agent's settings: its folders are below one of the harness's, the rest is the chart's."""
-        settings = agent_config(Path("/none"), self.port)
-        del settings["kubernetes"], settings["node"]
-        settings["checkpoint"] |= {"dir": str(STATE / "ledger")}
-        settings["process"] = {"lock_path": str(STATE / "ledger" / "agent.lock")}
-        settings["container"] |= {"allocation_dir": str(STATE / "vm")}
-        settings["enforcement"] |= {"run_dir": str(RUN)}
-        settings["http"] |= {"address": "127.0.0.1", "socket": str(RUN / "agent.sock")}
-        settings["display"] = {"socket": str(RUN / "display.sock")}
-        return settings
-
-    def configure(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        settings = self.settings()
-        for section, values in changes.items():
-            settings[section] = {**settings.get(section, {}), **values}
-        self._settings = settings
-        self._config.write_text(yaml.safe_dump(settings))
+        settings = {section: dict(values) for section, values in super().settings().items()}
+        del settings["kubernetes"], settings["node"], settings["enforcement"]["cdi_dir"]
+        own: Sections = {
+            "checkpoint": {"dir": str(STATE / "ledger")},
+            "process": {"lock_path": str(STATE / "ledger" / "agent.lock")},
+            "container": {"allocation_dir": str(STATE / "vm")},
+            "enforcement": {"run_dir": str(RUN)},
+            "http": {"address": "127.0.0.1", "socket": str(RUN / "agent.sock")},
+            "display": {"socket": str(RUN / "display.sock")},
+        }
+        return changed(settings, own)
 
     def _values(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The image by the name it was imported under; the simulated GPUs; an API server that no Service leads to; no pod network."""
@@ -129,7 +125,7 @@ class Installed(Agent):
             self.wait_rolled()
             self.wait_offered()
 
-    def surge(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+    def surge(self, changes: Sections) -> None:
         """Installs it with these changes of the settings as where pods have a network of their own: the next pod starts beside the former
         one, if that is ready. Here both have the host's network, so the next one gets another port. Back at once."""
 
@@ -176,29 +172,19 @@ class Installed(Agent):
 
     def newest(self) -> Json:
         """Its newest pod; between two of them it waits for the next."""
-        found: list[Json] = []
-
-        def there() -> bool:
-            found[:] = self.agents()
-            return bool(found)
-
-        wait_until("a pod of the DaemonSet", there)
-        return found[-1]
+        return wait_until("a pod of the DaemonSet", self.agents)[-1]
 
     def _task(self) -> tuple[str, int]:
         """The running container's id and the host's process id of its first process. The API server lists a container a moment
         after the kubelet's resources are there, and of its end a moment after it."""
-        found: list[tuple[str, int]] = []
 
-        def runs() -> bool:
+        def tasks() -> list[tuple[str, int]]:
             statuses = self.newest()["status"].get("containerStatuses", [])
             running = {str(each["containerID"]).rpartition("/")[2] for each in statuses if "running" in each["state"]}
-            tasks = [line.split() for line in self._cluster.ctr("tasks", "list").splitlines()[1:]]
-            found[:] = [(words[0], int(words[1])) for words in tasks if words[0] in running and words[2] == "RUNNING"]
-            return bool(found)
+            listed = [line.split() for line in self._cluster.ctr("tasks", "list").splitlines()[1:]]
+            return [(words[0], int(words[1])) for words in listed if words[0] in running and words[2] == "RUNNING"]
 
-        wait_until("the agent's container", runs)
-        return found[0]
+        return wait_until("the agent's container", tasks)[0]
 
     def pid(self) -> int:
         """The host's process id of the agent."""
@@ -297,9 +283,7 @@ def shared_mount(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def installed(
-    cluster: Cluster, process: Agent, changes: Mapping[str, Mapping[str, Any]] | None = None, *, wait: bool = True
-) -> Iterator[Installed]:
+def installed(cluster: Cluster, process: Agent, changes: Sections | None = None, *, wait: bool = True) -> Iterator[Installed]:
     """The DaemonSet in the place of the agent that other tests run as a process; that one starts again by itself. `changes` of its
     settings; without `wait`, back at once."""
     with cleared(cluster, process) as node:

@@ -11,7 +11,7 @@ from tools import chart
 from .agent import Agent
 from .api import PODS, ApiError
 from .cluster import Cluster
-from .manifests import SHOW, Json, container, gpu_pod, pod
+from .manifests import SHOW, Json, binding, container, gpu_pod, pod
 from .node import Node, cleared
 from .places import CDI_SPECS, KUBELET_ROOT, NODE, PROJECT
 from .processes import wait_until
@@ -79,8 +79,7 @@ class DraNode(Node):
         reserved = [{"resource": "pods", "name": name, "uid": pod["metadata"]["uid"]}]
         made["status"] = {"allocation": allocation, "reservedFor": reserved}
         self.cluster.api.request("PUT", f"{CLAIMS}/{name}/status", made)
-        target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
-        self.cluster.api.request("POST", f"{PODS}/{name}/binding", {"metadata": {"name": name}, "target": target})
+        self.cluster.api.request("POST", f"{PODS}/{name}/binding", binding(name, {}, node=NODE))
 
     def refused(self, name: str, text: str) -> None:
         """Waits until an event of the pod has this text, and removes the pod with its claim of the same name."""

@@ -86,19 +86,16 @@ class Node:
     def event(self, name: str, reason: str, wanted: str = "") -> str:
         """The message of a pod's event with this reason: what `kubectl describe pod` shows. Waits for one in which `wanted`, a regular
         expression, is found: what failed is tried again, and may then fail for another reason."""
-        found: list[str] = []
         seen: list[str] = []
 
-        def there() -> bool:
+        def there() -> list[str]:
             seen[:] = [str(each["message"]) for each in self.events(name, reason)]
-            found[:] = [each for each in seen if re.search(wanted, each)]
-            return bool(found)
+            return [each for each in seen if re.search(wanted, each)]
 
         try:
-            wait_until(f"event {reason} of {name}", there, every=0.1)
+            return wait_until(f"event {reason} of {name}", there, every=0.1)[-1]
         except TimeoutError:
             raise AssertionError(f"{wanted!r} is in no event {reason} of {name}: {seen}") from None
-        return found[-1]
 
     def held(self) -> list[Held]:
         """What the kubelet lists."""

@@ -11,11 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from .places import PROJECT
+
+T = TypeVar("T")
 
 
 class StartError(Exception):
@@ -140,18 +143,17 @@ def gpumgr(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=PROJECT)
 
 
-def wait_until(what: str, condition: object, timeout: float = 60.0, every: float = 0.05) -> None:
-    """Polls `condition()` until it is true; TimeoutError names `what` after `timeout` seconds.
+def wait_until(what: str, condition: Callable[[], T | None], timeout: float = 60.0, every: float = 0.05) -> T:
+    """Polls `condition()` until it is true and returns what it returned; TimeoutError names `what` after `timeout` seconds.
 
     The default is for a machine that stalls: an expected event occurs within it, and a longer wait costs nothing. The last
     look begins after the deadline, so that a stall that outlasts it ends in a look and not in an error.
     """
-    assert callable(condition)
     deadline = time.monotonic() + timeout
     while True:
         looked = time.monotonic()
-        if condition():
-            return
+        if found := condition():
+            return found
         if looked > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
         time.sleep(every)

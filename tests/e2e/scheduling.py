@@ -142,16 +142,12 @@ class Scheduled:
     def rejection(self, name: str) -> str:
         """The text of kube-scheduler's event, once it and the pod's condition are there: they are written one after the other."""
         uid = self._cluster.api.request("GET", f"{PODS}/{name}")["metadata"]["uid"]
-        messages: list[str] = []
 
-        def told() -> bool:
-            messages[:] = [
-                str(each["message"]) for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"
-            ]
-            return bool(messages) and bool(self.conditions(name))
+        def told() -> list[str]:
+            found = [each["message"] for each in self._cluster.api.events(name, uid) if each["reason"] == "FailedScheduling"]
+            return found if self.conditions(name) else []
 
-        wait_until(f"event and condition of pod {name}", told)
-        return messages[-1]
+        return wait_until(f"event and condition of pod {name}", told)[-1]
 
     def end(self, *names: str) -> None:
         """Deletes pods as a kubelet would: at once and for good."""
@@ -221,14 +217,7 @@ def grant_rights(cluster: Cluster) -> Path:
     own = pod(SCHEDULER, [container("extender", 0, 0)], bound=False)
     own["spec"].update({"nodeName": NODES[0], "serviceAccountName": SCHEDULER})
     cluster.api.request("POST", SYSTEM_PODS, own)
-    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-    token = cluster.api.request("POST", f"{ACCOUNT}/{SCHEDULER}/token", asked)["status"]["token"]
-    kubeconfig = json.loads(cluster.kubeconfig("admin").read_text())
-    kubeconfig["users"][0]["user"] = {"token": token}
-    credentials = STATE / "scheduler.kubeconfig"
-    credentials.touch(mode=0o600)
-    credentials.write_text(json.dumps(kubeconfig))
-    return credentials
+    return cluster.credentials(f"kube-system/{SCHEDULER}")
 
 
 def withdraw_rights(cluster: Cluster) -> None:

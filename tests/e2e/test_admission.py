@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,9 +48,8 @@ def outside(name: str, annotations: dict[str, str] | None = None, *, node: str |
     return made
 
 
-def annotated(api: Api, name: str, annotations: dict[str, str | None], subresource: str = "") -> Json:
-    """Merges annotations into those of a pod."""
-    return api.request("PATCH", f"{PODS}/{name}{subresource}", {"metadata": {"annotations": annotations}})
+def annotated(api: Api, name: str, annotations: Mapping[str, str | None], subresource: str = "") -> Json:
+    return api.annotate(f"{PODS}/{name}{subresource}", annotations)
 
 
 def bind(api: Api, name: str, annotations: Mapping[str, str | None], *, path: str = "") -> Json:
@@ -65,37 +65,20 @@ def refuses(api: Api, annotation: str) -> bool:
 
 @pytest.fixture(scope="module")
 def callers(cluster: Cluster) -> Iterator[Callers]:
-    accounts = [SCHEDULER, AGENT, TENANT]
-    for each in accounts:
-        namespace, _, name = each.partition("/")
-        cluster.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
-    subjects = [f"--serviceaccount={each.replace('/', ':')}" for each in accounts]
-    cluster.kubectl("create", "clusterrolebinding", "admission-test", "--clusterrole=cluster-admin", *subjects)
     agents_pod = pod("agent", [container()], serviceAccountName="gpumgr", nodeName=NODE)
     agents_pod["metadata"]["namespace"] = NAMESPACE
-    cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
-    cluster.apply(POLICIES.read_text())
-    made = Callers(
-        admin=cluster.api,
-        scheduler=cluster.api_of(SCHEDULER),
-        agent=cluster.api_of(AGENT, agents_pod),
-        agent_without_pod=cluster.api_of(AGENT),
-        tenant=cluster.api_of(TENANT),
-    )
-    try:
-        for api in (made.scheduler, made.agent, made.agent_without_pod, made.tenant):
+    with ExitStack() as stack:
+        scheduler, agent_without_pod, tenant = (
+            stack.enter_context(cluster.account(each, "cluster-admin")) for each in (SCHEDULER, AGENT, TENANT)
+        )
+        cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
+        stack.callback(cluster.kubectl, "delete", "pod", "agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
+        agent = stack.enter_context(closing(cluster.api_of(AGENT, agents_pod)))
+        stack.enter_context(cluster.applied(POLICIES.read_text()))
+        for api in (scheduler, agent, agent_without_pod, tenant):
             wait_until("the right to everything", partial(api.may, "*", "*", group="*"), every=0.1)
         wait_until("the policies", lambda: refuses(cluster.api, PLACEMENT_ANNOTATION), every=0.1)
-        yield made
-    finally:
-        for api in (made.scheduler, made.agent, made.agent_without_pod, made.tenant):
-            api.close()
-        cluster.take_away(POLICIES.read_text())
-        cluster.kubectl("delete", "clusterrolebinding", "admission-test")
-        cluster.kubectl("delete", "pod", "agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
-        for account in accounts:
-            namespace, _, name = account.partition("/")
-            cluster.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
+        yield Callers(cluster.api, scheduler, agent, agent_without_pod, tenant)
 
 
 @pytest.fixture
@@ -184,34 +167,22 @@ def editor(cluster: Cluster, callers: Callers) -> Iterator[Callable[..., Api]]:
             "rules": [{"apiGroups": [group], "resources": resources, "verbs": verbs}],
         }
         cluster.api.request("POST", "/apis/rbac.authorization.k8s.io/v1/clusterroles", role)
-    made: list[Api] = []
-    accounts, bindings = list[str](), list[str]()
 
     def make(name: str, *, resizes: bool) -> Api:
-        cluster.kubectl("create", "serviceaccount", name, "--namespace=default")
-        accounts.append(name)
-        made.append(cluster.api_of(f"default/{name}"))
-        for role in ("edits", "resizes") if resizes else ("edits",):
-            bindings.append(f"{name}-{role}")
-            account = f"--serviceaccount=default:{name}"
-            cluster.kubectl("create", "clusterrolebinding", bindings[-1], f"--clusterrole={role}", account)
+        given = ("edits", "resizes") if resizes else ("edits",)
+        made = stack.enter_context(cluster.account(f"default/{name}", *given))
+        for role in given:
             group, (resource, *_), (verb, *_) = roles[role]
-            wait_until(f"the role {role}", partial(made[-1].may, verb, resource, group=group), every=0.1)
-        return made[-1]
+            wait_until(f"the role {role}", partial(made.may, verb, resource, group=group), every=0.1)
+        return made
 
-    cluster.apply(RESIZE_POLICY.read_text())
-    try:
-        wait_until("the policy", lambda: refuses(callers.tenant, "gpumgr.io/resized"), every=0.1)
-        yield make
-    finally:
-        for api in made:
-            api.close()
-        cluster.take_away(RESIZE_POLICY.read_text())
-        # The next test must not take it for its own.
-        wait_until("no policy", lambda: not refuses(callers.tenant, "gpumgr.io/resized"), every=0.1)
-        cluster.kubectl("delete", "clusterrolebinding", *bindings, "--ignore-not-found")
-        cluster.kubectl("delete", "clusterrole", *roles)
-        cluster.kubectl("delete", "serviceaccount", *accounts, "--namespace=default", "--ignore-not-found")
+    with ExitStack() as outer:
+        outer.callback(cluster.kubectl, "delete", "clusterrole", *roles)
+        # The next test must not take the policy for its own.
+        outer.callback(wait_until, "no policy", lambda: not refuses(callers.tenant, "gpumgr.io/resized"), every=0.1)
+        with ExitStack() as stack, cluster.applied(RESIZE_POLICY.read_text()):
+            wait_until("the policy", lambda: refuses(callers.tenant, "gpumgr.io/resized"), every=0.1)
+            yield make
 
 
 def test_an_agent_with_a_kubeconfig_answers_once_the_policy_names_its_user(

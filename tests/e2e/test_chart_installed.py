@@ -60,16 +60,13 @@ APPLIED = ("default", "most", "with all that Kubernetes takes", "odd names", "wi
 @pytest.mark.parametrize("name", APPLIED)
 def test_server_side_apply(name: str, cluster: Cluster) -> None:
     text = render(SETS[name], release=RELEASE)
-    number, made = len(objects(text)), daemonset(text)["metadata"]["name"]
-    try:
-        lines = cluster.apply(text)
-        assert len(lines) == number
+    made = daemonset(text)["metadata"]["name"]
+    with cluster.applied(text) as lines:
+        assert len(lines) == len(objects(text))
         assert all(line.endswith("serverside-applied") for line in lines)
         before = found_daemonset(cluster, made)
         cluster.apply(text)
         assert found_daemonset(cluster, made)["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
-    finally:
-        cluster.take_away(text)
 
 
 @pytest.mark.usefixtures("operator_kinds")
@@ -81,13 +78,11 @@ def test_monitors_rules_and_dashboard_are_what_the_operator_defines(monitor: str
     text = render({"metrics": metrics, "http": http}, release=RELEASE)
     watched = {key: each for key, each in objects(text).items() if each["apiVersion"] == "monitoring.coreos.com/v1"}
     assert {kind.lower() for kind, _ in watched} == {monitor.lower(), "prometheusrule"}
-    try:
-        assert len(cluster.apply(text)) == len(objects(text))
+    with cluster.applied(text) as lines:
+        assert len(lines) == len(objects(text))
         for (kind, name), each in watched.items():
             path = f"/apis/{each['apiVersion']}/namespaces/{NAMESPACE}/{kind.lower()}s/{name}"
             assert holds(cluster.api.request("GET", path), {"spec": each["spec"]})
-    finally:
-        cluster.take_away(text)
 
 
 @pytest.mark.usefixtures("operator_kinds")
@@ -109,14 +104,12 @@ def test_an_overlay_of_the_kustomize_base(cluster: Cluster, tmp_path: Path) -> N
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     text = cluster.kubectl("kustomize", str(tmp_path))
-    try:
-        assert len(cluster.apply(text)) == len(objects(render()))
+    with cluster.applied(text) as lines:
+        assert len(lines) == len(objects(render()))
         pod = found_daemonset(cluster)["spec"]["template"]["spec"]
         assert pod["containers"][0]["image"] == "registry.example/gpumgr:dev"
         assert pod["containers"][0]["resources"]["limits"] == {"memory": "1Gi"}
         assert (pod["serviceAccountName"], pod["volumes"][0]["configMap"]["name"]) == (NAME, NAME)
-    finally:
-        cluster.take_away(text)
 
 
 def test_install_upgrade_rollback_and_uninstall(cluster: Cluster) -> None:

@@ -14,8 +14,8 @@ from tools import chart
 
 from .api import Api, ApiError, refusal
 from .cluster import Cluster
-from .manifests import CORE, MEMORY, Json, container, kubeconfig, pod
-from .places import PROJECT, STATE
+from .manifests import CORE, MEMORY, Json, container, pod
+from .places import PROJECT
 from .processes import free_ports, wait_until
 
 ACCOUNT = "kube-system/gpumgr-claims"
@@ -73,13 +73,10 @@ def exists(cluster: Cluster, name: str) -> bool:
 
 
 def start_controller(cluster: Cluster) -> None:
-    credentials = STATE / "claims.kubeconfig"
-    credentials.touch(mode=0o600)
-    credentials.write_text(json.dumps(kubeconfig(cluster.url, str(cluster._authority), cluster.token_of(ACCOUNT))))
     (page,) = free_ports(1)
     cluster.processes.start(
         "claims",
-        [sys.executable, "-m", "gpumgr", "claims", "--kubeconfig", credentials, f"--set=claims.http_port={page}",
+        [sys.executable, "-m", "gpumgr", "claims", "--kubeconfig", cluster.credentials(ACCOUNT), f"--set=claims.http_port={page}",
          "--set=claims.leader_election=true", "--set=log.format=json"],
         {"POD_NAME": "claims-a", "POD_NAMESPACE": "kube-system"},
         cwd=PROJECT,

@@ -387,17 +387,13 @@ PREFLIGHT: Final = {"enabled": True, "extraArgs": ["--sim", SIM]}
 
 def last_words(agent: Installed) -> Json:
     """How the preflight of its newest pod ended: the exit code, and as message what `kubectl describe pod` shows. Waits until it has."""
-    ended: list[Json] = []
 
-    def has_ended() -> bool:
-        pod = agent.only() or {}
-        statuses = pod.get("status", {}).get("initContainerStatuses", [])
+    def ends() -> list[Json]:
+        statuses = (agent.only() or {}).get("status", {}).get("initContainerStatuses", [])
         states = [each.get(name, {}) for each in statuses for name in ("state", "lastState")]
-        ended[:] = [each["terminated"] for each in states if "terminated" in each]
-        return bool(ended)
+        return [each["terminated"] for each in states if "terminated" in each]
 
-    wait_until("the preflight's end", has_ended, 120)
-    return ended[0]
+    return wait_until("the preflight's end", ends, 120)[0]
 
 
 def test_a_preflight_keeps_an_agent_from_a_folder_that_is_not_the_kubelets(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -107,8 +106,7 @@ def test_shares_are_packed_and_whole_gpus_are_of_one_island(node: DraNode) -> No
     metrics, resource = node.agent.metrics(), ("resource", DRIVER)
     assert metrics["gpumgr_kubelet_registered", frozenset({resource})] == 1
     assert metrics["gpumgr_prepare_requests_total", frozenset({resource, ("outcome", "ok")})] >= 1
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
-        state = json.load(answer)
+    state = node.agent.state()
     assert (state["mode"], state["ready"], state["health"]["registered"]) == ("dra", True, {DRIVER: True})
 
 
@@ -240,7 +238,7 @@ def wait_called(node: DraNode, claims: Mapping[str, str]) -> None:
         for name in missing:
             before, refusals[name] = refusals[name], sum(each["count"] for each in node.events(name, FAILED))
             if refusals[name] > before:
-                node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(refusals[name])}}})
+                node.cluster.api.annotate(f"{PODS}/{name}", {"tried": str(refusals[name])})
         return not missing
 
     wait_until("the kubelet's record of the claims", called, every=0.2)
@@ -374,7 +372,7 @@ def nudge(node: DraNode, name: str, condition: Callable[[], bool]) -> None:
         if condition():
             return True
         with suppress(ApiError):  # it is gone
-            node.cluster.api.request("PATCH", f"{PODS}/{name}", {"metadata": {"annotations": {"tried": str(next(changes))}}})
+            node.cluster.api.annotate(f"{PODS}/{name}", {"tried": str(next(changes))})
         return False
 
     wait_until("the agent registered", node.agent.is_ready, every=0.1)

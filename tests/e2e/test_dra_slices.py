@@ -1,10 +1,8 @@
 """The ResourceSlice on the real API server, with the rights and the policy of the chart."""
 
 import asyncio
-import json
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -26,8 +24,7 @@ from tests.background import background
 from tests.topologies import topology_from_matrix
 from tools.chart import objects, render
 
-from . import manifests
-from .api import ApiError, refusal
+from .api import refusal
 from .cluster import Cluster
 from .manifests import Json, container, pod
 from .places import NODE, PROJECT
@@ -65,41 +62,30 @@ def devices(*taints: Taint, count: int = 16) -> tuple[SliceDevice, ...]:
 class Access:
     """`agent` has the token of a pod on the node with the kubelet; so has `kubeconfig`."""
 
-    def __init__(self, cluster: Cluster, agents_pod: Json, kubeconfig: Path) -> None:
+    def __init__(self, cluster: Cluster, agents_pod: Json) -> None:
         account = f"{NAMESPACE}/{ACCOUNT}"
-        self.admin, self.kubeconfig = cluster.api, kubeconfig
+        self.admin, self.kubeconfig = cluster.api, cluster.credentials(account, agents_pod)
         self.agent, self.agent_without_pod = cluster.api_of(account, agents_pod), cluster.api_of(account)
-        authority = str(cluster._authority)
-        kubeconfig.write_text(json.dumps(manifests.kubeconfig(cluster.url, authority, cluster.token_of(account, agents_pod))))
 
     def slice(self) -> Json | None:
-        try:
-            return self.admin.request("GET", f"{SLICES}/{slice_name(NODE)}")
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return None
+        found: list[Json] = self.admin.request("GET", SLICES)["items"]
+        return next((each for each in found if each["metadata"]["name"] == slice_name(NODE)), None)
 
 
 @pytest.fixture(scope="module")
-def access(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    folder = tmp_path_factory.mktemp("dra")
+def access(cluster: Cluster) -> Iterator[Access]:
     rendered = objects(render({"settings": {"node": {"mode": "dra"}}}, "--kube-version=1.37.0", release="dra"))
-    policies = [each for (kind, _), each in rendered.items() if kind in KINDS]
-    cluster.apply(policies)
     agents_pod = pod("dra-agent", [container()], serviceAccountName=ACCOUNT, nodeName=NODE)
     agents_pod["metadata"]["namespace"] = NAMESPACE
-    cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
-    made = Access(cluster, agents_pod, folder / "kubeconfig")
-    try:
+    with cluster.applied([each for (kind, _), each in rendered.items() if kind in KINDS]), ExitStack() as stack:
+        cluster.api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/pods", agents_pod)
+        stack.callback(cluster.kubectl, "delete", "pod", "dra-agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
+        made = Access(cluster, agents_pod)
+        for api in (made.agent, made.agent_without_pod):
+            stack.enter_context(closing(api))
         other = resource_slice("another-node", "u-1", [])
         wait_until("the policy", lambda: REFUSED in refusal(made.agent.request, "POST", f"{SLICES}?dryRun=All", other), every=0.1)
         yield made
-    finally:
-        for api in (made.agent, made.agent_without_pod):
-            api.close()
-        cluster.take_away(policies)
-        cluster.kubectl("delete", "pod", "dra-agent", f"--namespace={NAMESPACE}", "--grace-period=0", "--force")
 
 
 def test_a_slice_is_stored_whole_and_kept(access: Access, cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,12 +34,11 @@ def policies(
     shipped = [each for each in yaml.safe_load_all(POLICIES.read_text()) if each["kind"].startswith(tuple(kinds))]
     for variable in shipped[0]["spec"].get("variables", ()):
         variable["expression"] = (values or {}).get(variable["name"], variable["expression"])
-    cluster.apply([*shipped, *more])
     try:
-        wait_until("HAMi's policies", lambda: all(in_force(cluster)), every=0.2)
-        yield
+        with cluster.applied([*shipped, *more]):
+            wait_until("HAMi's policies", lambda: all(in_force(cluster)), every=0.2)
+            yield
     finally:
-        cluster.take_away([*shipped, *more])
         # Otherwise the next policies would be taken for in force by what is left of these.
         wait_until("the end of HAMi's policies", lambda: not any(in_force(cluster)), every=0.2)
 
@@ -219,19 +218,16 @@ def test_a_tenant_can_not_write_what_hamis_scheduler_writes(ruled: Cluster, key:
 
 
 def test_the_scheduler_may_write_them(ruled: Cluster) -> None:
-    namespace, _, name = ACCOUNT.partition("/")
-    account = ["serviceaccount", name, f"--namespace={namespace}"]
-    there = bool(ruled.kubectl("get", *account, "--ignore-not-found"))
-    if not there:
-        ruled.kubectl("create", *account)
-    subject = f"--serviceaccount={namespace}:{name}"
-    ruled.kubectl("create", "clusterrolebinding", "hami-admission", "--clusterrole=cluster-admin", subject)
-    api = ruled.api_of(ACCOUNT)
-    try:
+    """Its account, which the webhook's process may have here."""
+    name = ["serviceaccount", "gpumgr-scheduler", "--namespace=kube-system"]
+    with ExitStack() as stack:
+        if not ruled.kubectl("get", *name, "--ignore-not-found"):
+            ruled.kubectl("create", *name)
+            stack.callback(ruled.kubectl, "delete", *name)
+        role = ["clusterrolebinding", "hami-admission"]
+        subject = "--serviceaccount=kube-system:gpumgr-scheduler"
+        ruled.kubectl("create", *role, "--clusterrole=cluster-admin", subject)
+        stack.callback(ruled.kubectl, "delete", *role)
+        api = stack.enter_context(closing(ruled.api_of(ACCOUNT)))
         found = api.request("POST", f"{PODS}?dryRun=All", written([{"gpu": 1}], FORGED))
         assert found["metadata"]["annotations"] == FORGED
-    finally:
-        api.close()
-        ruled.kubectl("delete", "clusterrolebinding", "hami-admission")
-        if not there:
-            ruled.kubectl("delete", *account)

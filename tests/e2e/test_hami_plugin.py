@@ -247,7 +247,7 @@ def register(api: Api, gpus: Sequence[Json]) -> None:
         "hami.io/node-nvidia-score": json.dumps(scores, separators=(",", ":")),
         "hami.io/node-handshake": f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}",
     }
-    api.request("PATCH", NODE_PATH, {"metadata": {"annotations": written}})
+    api.annotate(NODE_PATH, written)
 
 
 def hami_limits(memory: int, cores: int) -> dict[str, str]:
@@ -277,7 +277,7 @@ def test_a_pod_of_hamis_scheduler_runs_with_what_it_chose_and_the_lock_of_the_no
     body["spec"]["schedulerName"] = "none"
     body["metadata"]["annotations"] |= {PHASE: "allocating", TO_ALLOCATE: body["metadata"]["annotations"][ALLOCATED]}
     both.cluster.create([body])
-    api.request("PATCH", NODE_PATH, {"metadata": {"annotations": {LOCK: "2026-01-01T00:00:00Z,default,bound"}}})
+    api.annotate(NODE_PATH, {LOCK: "2026-01-01T00:00:00Z,default,bound"})
     api.request("POST", f"{PODS}/bound/binding", binding("bound", {}, node=NODE))
     both.wait_running(["bound"])
     assert [holding.gpus for holding in both.ledger_of("bound")] == [(name_of(uuid),)]

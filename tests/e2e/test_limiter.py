@@ -1,10 +1,9 @@
 """Backend limiter in real containers: CUDA programs on a fake GPU, with the library that the agent put into the container."""
 
-import json
 import shutil
 import subprocess
-import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,10 +93,8 @@ def answers(node: Node, name: str) -> list[list[int]]:
 
 
 def row(node: Node, name: str) -> dict[str, object]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{node.agent.port}/api/state", timeout=30) as answer:
-        (found,) = [each for each in json.load(answer)["containers"] if each["pod"] == name]
-    assert isinstance(found, dict)
-    return found
+    (found,) = [each for each in node.agent.state()["containers"] if each["pod"] == name]
+    return dict(found)
 
 
 def test_a_container_is_limited_and_sees_its_share(node: Node) -> None:
@@ -217,6 +214,10 @@ def test_a_pod_is_resized_up_and_down_while_it_runs(node: Node) -> None:
     assert not node.events("resized", "GpuLimitTampered")
 
 
+def has_size(path: Path, size: int) -> bool:
+    return path.stat().st_size == size
+
+
 def restarts_of(node: Node, name: str) -> int:
     (status,) = node.cluster.pods.all()[name]["status"]["containerStatuses"]
     return int(status["restartCount"])
@@ -278,7 +279,7 @@ def test_hostile_tenants_do_not_affect_others(node: Node) -> None:
     sizes = {each: page(node, "replaces", each).stat().st_size for each in ("use", "turn", "limits")}
     for name in ("cuts", "fills"):
         for each, size in sizes.items():
-            wait_until("its size", lambda name=name, each=each, size=size: page(node, name, each).stat().st_size == size)
+            wait_until("its size", partial(has_size, page(node, name, each), size))
     seen = len(answers(node, "honest"))
     wait_until("the neighbour goes on", lambda: len(answers(node, "honest")) > seen + 4)
     assert answers(node, "honest")[-1][0] == 0

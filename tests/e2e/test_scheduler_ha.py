@@ -60,14 +60,11 @@ class Replicas:
         return [each["metadata"]["name"] for each in self._cluster.api.request("GET", f"{PODS}?labelSelector={LABEL}")["items"]]
 
     def wait_leader(self, *, other_than: str | None = None) -> str:
-        found: list[str] = []
+        def leader() -> str | None:
+            found = self.leaders()
+            return found[0] if len(found) == 1 and found != [other_than] else None
 
-        def leads() -> bool:
-            found[:] = self.leaders()
-            return len(found) == 1 and found != [other_than]
-
-        wait_until("a leader", leads)
-        return found[0]
+        return wait_until("a leader", leader)
 
     def status(self, name: str) -> int:
         """The status of a filter call to one replica. Raises OSError if it does not listen."""

@@ -100,12 +100,9 @@ def endpoint(cluster: Cluster) -> tuple[str, int] | None:
 
 def wait_endpoint(cluster: Cluster) -> tuple[str, int]:
     try:
-        wait_until("the Service's endpoint", lambda: endpoint(cluster) is not None, 120, every=0.2)
+        return wait_until("the Service's endpoint", lambda: endpoint(cluster), 120, every=0.2)
     except TimeoutError as error:
         raise TimeoutError(f"{error}: {[(each['status'], log_of(each)[-2000:]) for each in schedulers(cluster)]}") from error
-    found = endpoint(cluster)
-    assert found is not None
-    return found
 
 
 def start_caller(cluster: Cluster, objects: list[Json], address: tuple[str, int]) -> None:
@@ -123,12 +120,9 @@ def start_caller(cluster: Cluster, objects: list[Json], address: tuple[str, int]
     assert extender["tlsConfig"]["serverName"] == HOST
     extender["urlPrefix"] = "https://{}:{}/scheduler".format(*address)  # no cluster DNS here
     extender["httpTimeout"] = "30s"  # the machine may stall
-    credentials = json.loads(cluster.kubeconfig("admin").read_text())
-    credentials["users"][0]["user"] = {"token": cluster.token_of(f"{NAMESPACE}/{CALLER}")}  # the rights that the chart grants
-    kubeconfig = STATE / "caller.kubeconfig"
-    kubeconfig.touch(mode=0o600)
-    kubeconfig.write_text(json.dumps(credentials))
-    config["clientConnection"]["kubeconfig"] = str(kubeconfig)
+    config["clientConnection"]["kubeconfig"] = str(
+        cluster.credentials(f"{NAMESPACE}/{CALLER}")
+    )  # the rights that the chart grants
     file = STATE / "caller.yaml"
     file.write_text(json.dumps(config))
     binary = cluster.binaries / "kubernetes" / "kube-scheduler"
