@@ -11,8 +11,8 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
@@ -28,6 +28,7 @@ from gpumgr.settings import Settings
 from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
 from gpumgr.sim.apiserver import SimApiServer
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer, SimPod
+from tests.background import background, until
 from tests.bench import figures
 from tests.bench.figures import median_and_worst
 from tests.component.stage.stage import snapshot
@@ -36,7 +37,6 @@ from tests.unit.agent.world import World
 PODS = 100
 GPUS = 8
 _NODE = "node-1"
-_POLL_SECONDS = 0.005
 _PATIENCE_SECONDS = 60.0
 
 
@@ -54,33 +54,24 @@ class Round:
         """Seconds to the last grant, the last annotation, the last event, and requests for each pod."""
         for pod in self.pods:
             self._api.put(pod, PodStatus(phase="Pending"))
-        daemons = [asyncio.create_task(each.run()) for each in (self._cache, self._announcer, self._decisions)]
-        await self._until(lambda: len(list(self._cache.all())) == PODS)
-        began = time.perf_counter()
-        for pod in self.pods:
-            await self._world.admit(pod)
-        granted = time.perf_counter() - began
-        for pod in self.pods:
-            await self._world.start(pod)
-        await self._until(lambda: all(map(self.annotations, self.pods)))
-        annotated = time.perf_counter() - began
-        await self._until(lambda: len(self._api.written.events) == PODS and not self._announcer.state().waiting)
-        reported = time.perf_counter() - began
-        for daemon in daemons:
-            daemon.cancel()
-            with suppress(asyncio.CancelledError):
-                await daemon
+        async with AsyncExitStack() as stack, asyncio.timeout(_PATIENCE_SECONDS):
+            for each in (self._cache, self._announcer, self._decisions):
+                await stack.enter_async_context(background(each.run()))
+            await until(lambda: len(list(self._cache.all())) == PODS)
+            began = time.perf_counter()
+            for pod in self.pods:
+                await self._world.admit(pod)
+            granted = time.perf_counter() - began
+            for pod in self.pods:
+                await self._world.start(pod)
+            await until(lambda: all(map(self.annotations, self.pods)))
+            annotated = time.perf_counter() - began
+            await until(lambda: len(self._api.written.events) == PODS and not self._announcer.state().waiting)
+            reported = time.perf_counter() - began
         return granted, annotated, reported, sum(request not in ("list", "watch") for request in self._api.requests) / PODS
 
     def annotations(self, pod: SimPod) -> Mapping[str, str]:
         return self._api.annotations(pod.uid)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.perf_counter() + _PATIENCE_SECONDS
-        while not condition():
-            if time.perf_counter() > deadline:
-                raise TimeoutError(f"not within {_PATIENCE_SECONDS:.0f} s: all pods are reported")
-            await asyncio.sleep(_POLL_SECONDS)
 
 
 async def floor(api: SimApiServer, patches: Sequence[tuple[SimPod, Mapping[str, str]]]) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tests.hardware.measure import MechanismResult, ShareResult
+from tests.hardware.measure import MechanismResult, ShareResult, TorchLoad, TorchMemory
 
 
 def as_json(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> str:
@@ -25,38 +25,32 @@ def _lines(machine: Mapping[str, Any], results: Sequence[MechanismResult]) -> It
     yield "*Rate*: launches per second, in per cent of a tenant without limits that is alone on the GPU and does the same work per launch."
     yield "*Granted*: what the tenant could allocate; *refused*: the error of the next allocation."
     for result in results:
-        yield ""
-        yield f"## {result.mechanism}"
-        yield ""
-        yield f"The agent uses: {result.uses or 'nothing'}."
+        yield from ("", f"## {result.mechanism}", "", f"The agent uses: {result.uses or 'nothing'}.")
         if result.obstacle is not None:
-            yield ""
-            yield f"**Not measured to the end:** {result.obstacle}"
-        if result.alone or result.together:
-            yield ""
-            yield "| tenants | cores | rate | memory limit | total that CUDA shows | granted | refused | in the agent's metrics |"
-            yield "|---|---|---|---|---|---|---|---|"
-            yield from (_row("one", share) for share in result.alone)
-            yield from (_row("two at once", share) for share in result.together)
-        if result.torch_loads:
-            yield ""
-            yield "| tenants with PyTorch | cores | load | rate |"
-            yield "|---|---|---|---|"
-            for each in result.torch_loads:
-                tenants = "one" if each.tenants == 1 else f"{each.tenants} at once"
-                yield f"| {tenants} | {each.cores} % | {each.load} | {each.rate_percent:.1f} % |"
-        if result.torch_memory:
-            yield ""
-            yield "| allocator of PyTorch | memory limit | granted | refused |"
-            yield "|---|---|---|---|"
-            for memory in result.torch_memory:
-                granted = f"{memory.limit_bytes >> 20} MiB | {memory.granted_bytes >> 20} MiB"
-                yield f"| {memory.allocator} | {granted} | {memory.refusal or 'no'} |"
+            yield from ("", f"**Not measured to the end:** {result.obstacle}")
+        title = "| tenants | cores | rate | memory limit | total that CUDA shows | granted | refused | in the agent's metrics |"
+        together = [_row("two at once", share) for share in result.together]
+        yield from _table(title, [*(_row("one", share) for share in result.alone), *together])
+        yield from _table("| tenants with PyTorch | cores | load | rate |", list(map(_load, result.torch_loads)))
+        yield from _table("| allocator of PyTorch | memory limit | granted | refused |", list(map(_memory, result.torch_memory)))
         if result.logged:
-            yield ""
-            yield "Warnings of the agent:"
-            yield ""
-            yield from (f"* {line}" for line in result.logged)
+            yield from ("", "Warnings of the agent:", "", *(f"* {line}" for line in result.logged))
+
+
+def _table(title: str, rows: Sequence[str]) -> Iterator[str]:
+    """Nothing without rows."""
+    if rows:
+        yield from ("", title, "|---" * (title.count("|") - 1) + "|", *rows)
+
+
+def _load(each: TorchLoad) -> str:
+    tenants = "one" if each.tenants == 1 else f"{each.tenants} at once"
+    return f"| {tenants} | {each.cores} % | {each.load} | {each.rate_percent:.1f} % |"
+
+
+def _memory(each: TorchMemory) -> str:
+    granted = f"{each.limit_bytes >> 20} MiB | {each.granted_bytes >> 20} MiB"
+    return f"| {each.allocator} | {granted} | {each.refusal or 'no'} |"
 
 
 def _row(tenants: str, share: ShareResult) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -23,22 +23,20 @@ from .scenario import Skip, Trial, refused, scenario
 WRONG: Final[Mapping[str, str]] = {"8f3a89c-cu13-rel": "does not export", "94fff56-cu12": "its region has another layout"}
 
 
-@contextlib.asynccontextmanager
-async def hami_node(trial: Trial) -> AsyncIterator[LabNode]:
-    """The library is a copy, which a scenario may replace. Raises Skip for a build that gpumgr must refuse."""
-    if trial.binary in WRONG:
-        raise Skip("gpumgr refuses this build, see `basic`")
-    async with any_node(trial) as node:
-        yield node
-
-
 def library_of(trial: Trial) -> Path:
     """The trial's own copy."""
     return trial.run.folder / f"{trial.name}.so"
 
 
-@contextlib.asynccontextmanager
-async def any_node(trial: Trial) -> AsyncIterator[LabNode]:
+def hami_node(trial: Trial) -> contextlib.AbstractAsyncContextManager[LabNode]:
+    """Raises Skip for a build that gpumgr must refuse."""
+    if trial.binary in WRONG:
+        raise Skip("gpumgr refuses this build, see `basic`")
+    return any_node(trial)
+
+
+def any_node(trial: Trial) -> contextlib.AbstractAsyncContextManager[LabNode]:
+    """The library is a copy, which a scenario may replace."""
     library = library_of(trial)
     shutil.copy(trial.program, library)
     settings: Sections = {
@@ -46,8 +44,7 @@ async def any_node(trial: Trial) -> AsyncIterator[LabNode]:
         "hami_core": {"library_path": str(library), "library_sha256": hashlib.sha256(library.read_bytes()).hexdigest()},
         "metrics": {"hami_names": True},
     }
-    async with lab_node(trial.run, trial.name, settings) as node:
-        yield node
+    return lab_node(trial.run, trial.name, settings)
 
 
 def region_of(tenant: Tenant) -> Region:
@@ -208,10 +205,8 @@ async def agent(_trial: Trial, node: LabNode) -> None:
     assert await tenant.main.result(f"alloc {GIB}") == 0
     assert await tenant.main.result(f"alloc {6 * GIB}") == 2
     await tamper(tenant.container, *raised())
-    mark = node.mark
     await node.start_agent()
     await until(lambda: (region.limit_bytes, region.core_limit_percent) == (LIMIT_BYTES, 30), "the limits are put right")
-    await node.reported("enforcement_finding", since=mark, code="tampered")
     assert region.path.stat().st_ino == inode, "the region was replaced"
 
 
@@ -253,8 +248,7 @@ async def replaced_library(trial: Trial, node: LabNode) -> None:
         after = await node.tenant("after")
         assert await after.main.result(f"alloc {6 * GIB}") == 2, "a container runs without limits"
     assert await tenant.main.result(f"alloc {6 * GIB}") == 2
-    await node.kill_agent()
-    await node.start_agent()
+    await node.restart_agent()
     assert await tenant.main.result(f"alloc {GIB}") == 0
     with refused("has SHA-256", "a library with another checksum"):
         await node.pre_start(await node.admit("last"))

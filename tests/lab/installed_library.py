@@ -1,9 +1,8 @@
 """HAMi-core's libvgpu.so as the init container of config/image/hami-core installs it, without a setting."""
 
-import contextlib
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from pathlib import Path
 
@@ -39,13 +38,11 @@ def library_of(tenant: Tenant) -> Path:
     return tenant.host_path(f"/usr/local/vgpu/{_LIBRARY}")
 
 
-@contextlib.asynccontextmanager
-async def unset_node(trial: Trial) -> AsyncIterator[LabNode]:
+def unset_node(trial: Trial) -> AbstractAsyncContextManager[LabNode]:
     """The settings name the backend and no library."""
     if trial.binary in WRONG:
         raise Skip("gpumgr must refuse this build")
-    async with lab_node(trial.run, trial.name, {"enforcement": {"backend": "hami-core"}}) as node:
-        yield node
+    return lab_node(trial.run, trial.name, {"enforcement": {"backend": "hami-core"}})
 
 
 @scenario("hami-core", unset_node)
@@ -53,14 +50,12 @@ async def installed(trial: Trial, node: LabNode) -> None:
     """An installed library limits containers without a setting, and an upgrade leaves running containers alone."""
     other = next(path for name, path in trial.run.files.binaries["hami-core"].items() if name not in (trial.binary, *WRONG))
     first = install(node, trial.program)
-    await node.kill_agent()
-    await node.start_agent()
+    await node.restart_agent()
     before = await node.tenant("before")
     await limited(before)
     assert library_of(before).parent.name == first
     second = install(node, other)
-    await node.kill_agent()
-    await node.start_agent()
+    await node.restart_agent()
     after = await node.tenant("after")
     await limited(after)
     assert library_of(after).parent.name == second

@@ -1,9 +1,6 @@
 """gpumgr's own limiter in containers, with another libcuda than that of tests/component/enforcement/limiter."""
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +8,7 @@ from gpumgr.sim import nodes
 
 from .container import TENANT
 from .gpu import CONTEXT_BYTES
-from .node import GIB, LIMIT_BYTES, PATIENCE_SECONDS, LabNode, Tenant, lab_node
+from .node import GIB, LIMIT_BYTES, LabNode, Tenant, lab_node, until_equal
 from .scenario import Trial, scenario
 
 #: What the fake libcuda answers for its GPU.
@@ -27,21 +24,15 @@ def node_with_fake_gpu(path: Path) -> str:
     return str(path)
 
 
-@contextlib.asynccontextmanager
-async def limiter_node(trial: Trial) -> AsyncIterator[LabNode]:
+def limiter_node(trial: Trial) -> AbstractAsyncContextManager[LabNode]:
     description = node_with_fake_gpu(trial.run.folder / f"{trial.name}.yaml")
-    async with lab_node(trial.run, trial.name, {"enforcement": {"backend": "limiter"}}, description=description) as node:
-        yield node
+    return lab_node(trial.run, trial.name, {"enforcement": {"backend": "limiter"}}, description=description)
 
 
 async def has_free(tenant: Tenant, free_bytes: int) -> None:
     """Returns when the tenant sees so much free memory: once a second the agent adds what the driver uses beyond the library's count, here
     the contexts, which it could not measure."""
-    seen, deadline = -1, time.monotonic() + PATIENCE_SECONDS
-    while seen != free_bytes:
-        assert time.monotonic() < deadline, f"{seen} bytes are free instead of {free_bytes}"
-        await asyncio.sleep(0.2)
-        seen = await tenant.main.number("info", "free")
+    await until_equal(lambda: tenant.main.number("info", "free"), free_bytes, "the free memory")
 
 
 @scenario("limiter", limiter_node, e2e=True)

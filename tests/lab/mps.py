@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +25,7 @@ _LIMITS: Final = "get_default_active_thread_percentage\nget_default_device_pinne
 _PROTOCOL_3: Final = 615
 
 
-@contextlib.asynccontextmanager
-async def mps_node(trial: Trial, protocol: str = "auto") -> AsyncIterator[LabNode]:
+def mps_node(trial: Trial, protocol: str = "auto") -> contextlib.AbstractAsyncContextManager[LabNode]:
     """Raises Skip for protocol 3 of a driver without it.
 
     The control program and the server are in a folder of their own. The agent's PATH lacks systemd-run: a daemon in a unit would not
@@ -48,8 +46,7 @@ async def mps_node(trial: Trial, protocol: str = "auto") -> AsyncIterator[LabNod
         "LD_LIBRARY_PATH": str(trial.run.fake_for_mps),
         "FAKEGPU_STATE": str(folder / "state" / "gpu0"),
     }
-    async with lab_node(trial.run, trial.name, settings, environ=environ) as node:
-        yield node
+    return lab_node(trial.run, trial.name, settings, environ=environ)
 
 
 def _without_systemd_run(folder: Path) -> Path:

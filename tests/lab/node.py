@@ -7,10 +7,10 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,6 +26,8 @@ from gpumgr.sim.runtime import SimRuntime
 from .container import TENANT, BeforeStart, Container, TenantProcess
 from .gpu import FakeGpu
 from .run import Run
+
+T = TypeVar("T")
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -123,6 +125,10 @@ class LabNode:
         status = await self.sim.kubelet.admit(pod)
         assert status.phase == "Pending", f"{name} was refused: {status.message}"
         return pod
+
+    async def restart_agent(self) -> None:
+        await self.kill_agent()
+        await self.start_agent()
 
     async def pre_start(self, pod: SimPod) -> ContainerResponse:
         """What the container gets. Raises SimKubeletError if it can't start."""
@@ -256,11 +262,11 @@ class LabNode:
 
     async def measures(self, pod: SimPod, memory_bytes: int) -> None:
         """Returns when the agent's metrics have this memory for the pod. Raises AssertionError if they do not get it."""
-        used, deadline = list[float](), time.monotonic() + PATIENCE_SECONDS
-        while used != [memory_bytes]:
-            assert time.monotonic() < deadline, f"the agent measures {used} bytes of {pod.name} instead of {memory_bytes}"
-            await asyncio.sleep(0.2)
-            used = [value for (name, _, _), value in (await self.sim.memory_used()).items() if name == pod.name]
+
+        async def used() -> list[float]:
+            return [value for (name, _, _), value in (await self.sim.memory_used()).items() if name == pod.name]
+
+        await until_equal(used, [float(memory_bytes)], f"what the agent measures of {pod.name}")
 
 
 async def crowd(tenants: Sequence[Tenant], count: int) -> list[TenantProcess]:
@@ -276,6 +282,14 @@ async def until(condition: Callable[[], object], what: str, seconds: float = PAT
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         await asyncio.sleep(0.05)
+
+
+async def until_equal(read: Callable[[], Awaitable[T]], wanted: T, what: str) -> None:
+    """Waits until `read` returns this. Raises AssertionError with what it returns instead."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (seen := await read()) != wanted:
+        assert time.monotonic() < deadline, f"{what} is {seen} instead of {wanted}"
+        await asyncio.sleep(0.2)
 
 
 @contextlib.asynccontextmanager

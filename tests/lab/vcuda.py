@@ -1,10 +1,9 @@
 """vcuda-controller's libcuda-control.so in containers."""
 
 import asyncio
-import contextlib
 import hashlib
 import subprocess
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from gpumgr.sim.demo.node import Sections
@@ -17,8 +16,7 @@ from .scenario import Trial, scenario
 _DRIVER = "550.90.07"
 
 
-@contextlib.asynccontextmanager
-async def vcuda_node(trial: Trial) -> AsyncIterator[LabNode]:
+def vcuda_node(trial: Trial) -> AbstractAsyncContextManager[LabNode]:
     folder = trial.run.folder / trial.name
     settings: Sections = {
         "enforcement": {"backend": "vcuda"},
@@ -34,8 +32,7 @@ async def vcuda_node(trial: Trial) -> AsyncIterator[LabNode]:
             "driver_whole_dir": str(folder / "vdriver/origin"),
         },
     }
-    async with lab_node(trial.run, trial.name, settings) as node:
-        yield node
+    return lab_node(trial.run, trial.name, settings)
 
 
 def show_driver(pid: int) -> None:
