@@ -5,6 +5,9 @@ from typing import Any, Final
 
 import yaml
 
+from tools.chart import agent_container, render
+
+from .manifests import Json
 from .places import PROJECT
 
 Values = Mapping[str, Any]
@@ -20,3 +23,8 @@ BLOCKS: Final = (
     *("enforcement", "enforcement.hamiCore"),
     *("probes", "probes.liveness", "metrics", "metrics.service", "metrics.podMonitor", "metrics.serviceMonitor", "metrics.rules"),
 )
+
+
+def mounts_of(values: Values, *flags: str) -> dict[str, Json]:
+    """The mounts of the agent's container, by name."""
+    return {each["name"]: each for each in agent_container(render(values, *flags))["volumeMounts"]}

@@ -1,7 +1,7 @@
 """A node in mode dra, claims and their pods, and the policies for vcuda pods."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -13,13 +13,14 @@ from .api import PODS, ApiError
 from .cluster import Cluster
 from .manifests import SHOW, Json, binding, container, gpu_pod, pod
 from .node import Node, cleared
-from .places import CDI_SPECS, KUBELET_ROOT, NODE, PROJECT
+from .places import KUBELET_ROOT, NODE, PROJECT
 from .processes import wait_until
 from .test_claims import start_controller
 
 DRIVER = "gpu.gpumgr.io"
 RESOURCES = "/apis/resource.k8s.io/v1"
 CLAIMS = f"{RESOURCES}/namespaces/default/resourceclaims"
+TEMPLATES = f"{RESOURCES}/namespaces/default/resourceclaimtemplates"
 CLASSES = f"{RESOURCES}/deviceclasses"
 
 
@@ -58,7 +59,7 @@ def using(body: Json, **claims: str) -> Json:
 class DraNode(Node):
     def make(self, *templates: Json) -> None:
         for each in templates:
-            self.cluster.api.request("POST", f"{RESOURCES}/namespaces/default/resourceclaimtemplates", each)
+            self.cluster.api.request("POST", TEMPLATES, each)
 
     def claim(self, name: str, *requests: Json) -> Json:
         """A ResourceClaim of its own, which no pod has yet."""
@@ -102,15 +103,14 @@ class DraNode(Node):
 
     def claim_of(self, name: str) -> Json:
         (status,) = self.cluster.pods.all()[name]["status"]["resourceClaimStatuses"]
-        path = f"{RESOURCES}/namespaces/default/resourceclaims/{status['resourceClaimName']}"
-        return self.cluster.api.request("GET", path)
+        return self.cluster.api.request("GET", f"{CLAIMS}/{status['resourceClaimName']}")
 
 
 @contextmanager
 def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[str, Any]]) -> Iterator[DraNode]:
     """The agent in mode dra, with further settings; an ordinary one again afterwards."""
     with cleared(cluster, agent):
-        """An agent of mode dra registers nothing while pods of the device plugin hold GPUs."""
+        pass  # an agent of mode dra registers nothing while pods of the device plugin hold GPUs
     cluster.api.request("POST", CLASSES, yaml.safe_load((PROJECT / "config" / "dra" / "device-class.yaml").read_text()))
     cluster.start_controllers()
     agent.stop()
@@ -122,7 +122,7 @@ def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[st
                 "plugins_dir": str(KUBELET_ROOT / "plugins"),
                 "plugins_registry_dir": str(KUBELET_ROOT / "plugins_registry"),
             },
-            "enforcement": {"cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1, **changes.get("enforcement", {})},
+            "enforcement": {"orphan_grace_seconds": 1, **changes.get("enforcement", {})},
         }
     )
     node = DraNode(cluster, agent)
@@ -133,7 +133,7 @@ def in_mode_dra(cluster: Cluster, agent: Agent, changes: Mapping[str, Mapping[st
     finally:
         agent.revive()  # without it no claim ends, and so no pod
         cluster.delete_all()
-        cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
+        cluster.api.request("DELETE", TEMPLATES)
         agent.stop()
         cluster.stop_controllers()
         agent.configure({})
@@ -159,17 +159,15 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
             return {}
         return dict(found["spec"])
 
-    try:
-        cluster.apply(objects)
-        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
-        start_controller(cluster)
-        wait_until("the policies", rewritten, every=0.2)
-        yield
-    finally:
-        cluster.delete_all()
-        with suppress(KeyError):
+    with cluster.applied(objects, "--wait=false"):
+        try:
+            cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
+            start_controller(cluster)
+            wait_until("the policies", rewritten, every=0.2)
+            yield
+        finally:
+            cluster.delete_all()
             cluster.processes.stop("claims")
-        cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
-        cluster.take_away(objects, "--wait=false")
-        # Their effect outlives them by a moment, in which the next test's pods would be rewritten or refused.
-        wait_until("no policy", lambda: bool(made := stored()) and "resourceClaims" not in made, every=0.2)
+            cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
+    # Their effect outlives them by a moment, in which the next test's pods would be rewritten or refused.
+    wait_until("no policy", lambda: bool(made := stored()) and "resourceClaims" not in made, every=0.2)

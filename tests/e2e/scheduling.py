@@ -30,44 +30,14 @@ from .places import PROJECT, STATE
 from .processes import free_ports, wait_until
 
 CONFIG = PROJECT / "config" / "scheduler"
-
-
-ACCOUNT = "/api/v1/namespaces/kube-system/serviceaccounts"
-
-
-GROUP = "/apis/rbac.authorization.k8s.io/v1"
-
-
-NAMESPACED = "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system"
-
-
-RIGHTS = {
-    "ServiceAccount": ACCOUNT,
-    "ClusterRole": f"{GROUP}/clusterroles",
-    "ClusterRoleBinding": f"{GROUP}/clusterrolebindings",
-    "Role": f"{NAMESPACED}/roles",
-    "RoleBinding": f"{NAMESPACED}/rolebindings",
-}
-
-
 SCHEDULER = "gpumgr-scheduler"
-
-
 PAGE_TOKEN = STATE / "page-token"
-
-
 SYSTEM_PODS = "/api/v1/namespaces/kube-system/pods"
-
-
 #: 64 blocks.
 GPU_MEBIBYTES = 16384
-
-
 #: Nodes of the API, and how many GPUs they have.
 COUNTS = {"api-a": 2, "api-b": 4, "api-c": 4}
 NODES = tuple(COUNTS)
-
-
 MODELS = {"api-a": "Tesla T4", "api-b": "NVIDIA A100-SXM4-80GB", "api-c": "NVIDIA H100 80GB HBM3"}
 
 
@@ -210,20 +180,17 @@ def start_replica(
     )  # fmt: skip
 
 
-def grant_rights(cluster: Cluster) -> Path:
-    """The rights that are shipped, and an object for the pod that the extender runs in; returns a kubeconfig with the rights."""
-    for made in yaml.safe_load_all((CONFIG / "rbac.yaml").read_text()):
-        cluster.api.request("POST", RIGHTS[made["kind"]], made)
-    own = pod(SCHEDULER, [container("extender", 0, 0)], bound=False)
-    own["spec"].update({"nodeName": NODES[0], "serviceAccountName": SCHEDULER})
-    cluster.api.request("POST", SYSTEM_PODS, own)
-    return cluster.credentials(f"kube-system/{SCHEDULER}")
-
-
-def withdraw_rights(cluster: Cluster) -> None:
-    cluster.api.request("DELETE", f"{SYSTEM_PODS}/{SCHEDULER}?gracePeriodSeconds=0")
-    for path in reversed(RIGHTS.values()):
-        cluster.api.request("DELETE", f"{path}/{SCHEDULER}")
+@contextmanager
+def rights(cluster: Cluster) -> Iterator[Path]:
+    """The rights that are shipped, and an object for the pod that the extender runs in; a kubeconfig with the rights."""
+    own = pod(SCHEDULER, [container("extender")], bound=False, nodeName=NODES[0], serviceAccountName=SCHEDULER)
+    own["metadata"]["namespace"] = "kube-system"
+    with cluster.applied((CONFIG / "rbac.yaml").read_text()):
+        cluster.api.request("POST", SYSTEM_PODS, own)
+        try:
+            yield cluster.credentials(f"kube-system/{SCHEDULER}")
+        finally:
+            cluster.api.request("DELETE", f"{SYSTEM_PODS}/{SCHEDULER}?gracePeriodSeconds=0")
 
 
 def start_kube_scheduler(
@@ -255,9 +222,8 @@ def _is_ready(page: int) -> bool:
 def extended(cluster: Cluster, *settings: str, nodes: Sequence[str] = NODES, **extender: Any) -> Iterator[Scheduled]:
     """The extender with the rights that are shipped, a kube-scheduler with the configuration that is shipped but for these keys of the
     extender, and these nodes of the API."""
-    credentials = grant_rights(cluster)
     port, page = free_ports(2)
-    with api_nodes(cluster, nodes):
+    with rights(cluster) as credentials, api_nodes(cluster, nodes):
         start_extender(cluster, credentials, port, *settings, page=page)
         try:
             wait_until("an extender that knows all nodes and pods", lambda: _is_ready(page))
@@ -266,7 +232,6 @@ def extended(cluster: Cluster, *settings: str, nodes: Sequence[str] = NODES, **e
         finally:
             cluster.processes.stop("gpu-kube-scheduler")
             assert cluster.processes.stop("gpumgr-scheduler") == 0
-    withdraw_rights(cluster)
 
 
 @contextmanager

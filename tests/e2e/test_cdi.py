@@ -17,7 +17,7 @@ REGION = "/programs/region_client"
 def test_containers_have_what_cdi_brings(cluster: Cluster, running_agent: Agent) -> None:
     """A share with limits and files; the same after a restart of one that raised its limits and left a stale slot in its region; whole GPUs
     without limits; and no spec is left behind."""
-    injection = {"injection": "cdi", "cdi_dir": str(CDI_SPECS), "backend": "hami-core", "orphan_grace_seconds": 1}
+    injection = {"injection": "cdi", "backend": "hami-core", "orphan_grace_seconds": 1}
     look = f"{REGION} show; cat /etc/ld.so.preload; echo >>/etc/ld.so.preload || echo read-only"
     spoil = f"{REGION} take use 4294967296 raise 68719476736 100; exit 1"
     command = f"if test -e /tmp/x/seen; then {REGION} show; {SHOW}; fi; touch /tmp/x/seen; {spoil}"

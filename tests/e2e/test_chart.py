@@ -43,7 +43,7 @@ from tools.chart import (
 )
 
 from .build import build
-from .chart_values import BLOCKS, MISTAKES, SETS, Values
+from .chart_values import BLOCKS, MISTAKES, SETS, Values, mounts_of
 from .manifests import Json
 from .places import PROJECT
 
@@ -127,7 +127,7 @@ def test_by_default_there_is_the_agent_alone_with_few_folders_of_the_host() -> N
         *("ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet", "Service", "ServiceAccount")
     }
     spec = pod_spec(render())
-    propagated = {mount["name"] for mount in agent_container(render())["volumeMounts"] if "mountPropagation" in mount}
+    propagated = {name for name, mount in mounts_of({}).items() if "mountPropagation" in mount}
     assert propagated == {"run"}  # a host must share what is propagated
     assert {volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume} == {
         "/etc/gpu-manager/vdriver",
@@ -143,37 +143,48 @@ def test_by_default_there_is_the_agent_alone_with_few_folders_of_the_host() -> N
     assert "hostIPC" not in spec
 
 
+def enforcing(backend: str, **more: Any) -> Values:
+    return {"settings": {"enforcement": {"backend": backend, **more}}}
+
+
 @pytest.mark.parametrize(
-    ("enforcement", "writable"),
+    ("values", "writable", "propagation"),
     [
-        ({}, True),
-        ({"backend": "nvml-memory"}, True),
-        ({"backend": "none"}, False),
-        ({"backend": "none", "overrides": ["a=nvml-memory"]}, True),
+        ({}, True, "Bidirectional"),
+        (enforcing("nvml-memory"), True, "Bidirectional"),
+        (enforcing("none"), False, None),
+        (enforcing("none", overrides=["a=nvml-memory"]), True, "Bidirectional"),
+        ({**enforcing("mps"), "mps": {"enabled": True}}, False, "HostToContainer"),
+        ({**enforcing("mps", overrides=["a=limiter"]), "mps": {"enabled": True}}, False, "Bidirectional"),
+        ({"privileged": False}, True, None),
+        ({**enforcing("none"), "enforcement": {"hamiCore": {"image": "registry.example/hami-core:1"}}}, False, "Bidirectional"),
     ],
 )
-def test_the_cgroups_are_writable_where_a_limit_of_the_driver_is_tried(enforcement: Values, writable: bool) -> None:
-    mounts = {each["name"]: each for each in agent_container(render({"settings": {"enforcement": enforcement}}))["volumeMounts"]}
+def test_cgroups_are_writable_and_mounts_of_run_dir_reach_the_host_only_where_a_mechanism_needs_it(
+    values: Values, writable: bool, propagation: str | None
+) -> None:
+    """Bidirectional needs a shared mount on the host, without which the pod would not start."""
+    mounts = mounts_of(values)
     assert mounts["cgroups"].get("readOnly", False) is not writable
+    assert mounts["run"].get("mountPropagation") == propagation
 
 
 def test_a_folder_for_several_things_is_mounted_once_with_the_rights_of_all() -> None:
-    text = render(SETS["all in few folders"])
-    mounts = {each["name"]: each for each in agent_container(text)["volumeMounts"]}
-    volumes = {each["name"]: each for each in pod_spec(text)["volumes"]}
+    mounts = mounts_of(SETS["all in few folders"])
+    volumes = {each["name"]: each for each in pod_spec(render(SETS["all in few folders"]))["volumes"]}
     assert mounts["state"] == {"name": "state", "mountPath": "/run/gpumgr", "mountPropagation": "Bidirectional"}
     assert volumes["state"]["hostPath"] == {"path": "/run/gpumgr", "type": "DirectoryOrCreate"}
     assert mounts["hami-core"] == {"name": "hami-core", "mountPath": "/opt/l", "readOnly": True}
     assert not {"run", "cri", "vcuda"} & mounts.keys()
     both = {"nvml": {"library_path": "/driver-root/lib.so"}, "hami_core": {"library_path": "/run/nvidia/driver/libvgpu.so"}}
-    apart = agent_container(render({"settings": both, "driver": {"root": "/run/nvidia/driver"}}))["volumeMounts"]
+    apart = mounts_of({"settings": both, "driver": {"root": "/run/nvidia/driver"}}).values()
     assert {"/driver-root", "/run/nvidia/driver"} <= {each["mountPath"] for each in apart}  # one folder in two places
 
 
 def test_driver_files_in_other_folders_are_mounted() -> None:
     def mounted(values: Values) -> dict[str, bool]:
-        mounts = agent_container(render(values))["volumeMounts"]
-        return {each["mountPath"]: each.get("readOnly", False) for each in mounts if each["name"].startswith("driver-files")}
+        mounts = mounts_of(values).items()
+        return {each["mountPath"]: each.get("readOnly", False) for name, each in mounts if name.startswith("driver-files")}
 
     both = {"/etc/gpu-manager/vdriver": False, "/opt/driver": False}
     assert mounted({}) == {"/etc/gpu-manager/vdriver": False}
@@ -528,7 +539,7 @@ def test_in_mode_dra_the_policy_names_the_releases_account_and_the_class_keeps_i
     assert binding == {"policyName": "ml-gpumgr-resourceslices", "validationActions": ["Deny"]}
     shipped = yaml.safe_load((PROJECT / "config" / "dra" / "device-class.yaml").read_text())
     assert found["DeviceClass", DRA_DRIVER]["spec"] == shipped["spec"]
-    mounted = {each["mountPath"] for each in agent_container(render(values))["volumeMounts"]}
+    mounted = {each["mountPath"] for each in mounts_of(values).values()}
     assert {"/var/lib/kubelet/plugins", "/var/lib/kubelet/plugins_registry", "/var/run/cdi"} <= mounted
 
 
@@ -669,48 +680,13 @@ def test_a_packaged_chart_has_everything_in_it(tmp_path: Path) -> None:
     assert objects(render(values, chart=archive)) == objects(render(values))
 
 
-NONE = {"enforcement": {"backend": "none"}}
-
-
 @pytest.mark.parametrize(
-    ("values", "propagation"),
-    [
-        ({}, "Bidirectional"),
-        ({"settings": NONE}, None),
-        ({"mps": {"enabled": True}, "settings": {"enforcement": {"backend": "mps"}}}, "HostToContainer"),
-        (
-            {"mps": {"enabled": True}, "settings": {"enforcement": {"backend": "mps", "overrides": ["a=limiter"]}}},
-            "Bidirectional",
-        ),
-        ({"privileged": False}, None),
-        (
-            {
-                "settings": {"enforcement": {"backend": "none"}},
-                "enforcement": {"hamiCore": {"image": "registry.example/hami-core:1"}},
-            },
-            "Bidirectional",
-        ),
-    ],
+    "enforcement",
+    [{"memory_burst": True}, {"max_growth_cores": 1}, {"max_growth_memory_mebibytes": 1}],
 )
-def test_mounts_of_run_dir_reach_the_host_only_where_a_mechanism_needs_it(
-    values: dict[str, Any], propagation: str | None
-) -> None:
-    """Bidirectional needs a shared mount on the host, without which the pod would not start."""
-    mounts = {each["name"]: each for each in agent_container(render(values))["volumeMounts"]}
-    assert mounts["run"].get("mountPropagation") == propagation
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"settings": {"enforcement": {"memory_burst": True}}},
-        {"settings": {"enforcement": {"max_growth_cores": 1}}},
-        {"settings": {"enforcement": {"max_growth_memory_mebibytes": 1}}},
-    ],
-)
-def test_what_lets_containers_have_more_comes_with_the_policy_about_who_may_ask_for_it(values: dict[str, Any]) -> None:
+def test_what_lets_containers_have_more_comes_with_the_policy_about_who_may_ask_for_it(enforcement: Values) -> None:
     shipped = objects((PROJECT / "config" / "resize" / "admission-policy.yaml").read_text())
-    found = objects(render(values, "--namespace=gpus"))
+    found = objects(render({"settings": {"enforcement": enforcement}}, "--namespace=gpus"))
     assert {key for key in found if "resize" in key[1]} == shipped.keys()
     (account,) = {name for kind, name in found if kind == "ServiceAccount"}
     for key, each in shipped.items():

@@ -35,41 +35,32 @@ def claims(cluster: Cluster) -> Iterator[Cluster]:
     """The chart's objects of the controller, applied; its Deployment stays on paper, and the process runs here."""
     cluster.start_controllers()
     text = chart.render({"claims": {"enabled": True, "replicas": 2}}, "--kube-version=1.37.2")
-    names = ("gpumgr-claims",)
-    objects = [each for each in yaml.safe_load_all(text) if each and each["metadata"]["name"].startswith(names)]
+    objects = [each for each in yaml.safe_load_all(text) if each and each["metadata"]["name"].startswith("gpumgr-claims")]
     for each in objects:
         if each["kind"] == "Deployment":
             each["spec"]["replicas"] = 0
-    spaces = [
+    objects += [
         namespace(FREE, **{"gpumgr.io/mode": "dra"}),
         namespace(LIMITED, **{"gpumgr.io/mode": "dra", GATE: "on"}),
         namespace(PLAIN),
     ]
     quota = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "gpuquota", "namespace": "kube-system"}}
-    objects += [*spaces, {**quota, "data": {"quota.yaml": QUOTA}}]
+    objects.append({**quota, "data": {"quota.yaml": QUOTA}})
     try:
-        cluster.apply(objects)
-        wait_until("the namespaces' accounts", lambda: all(accounts(cluster, name) for name in (FREE, LIMITED, PLAIN)))
-        start_controller(cluster)
-        wait_until("the policies", lambda: in_force(cluster), 60, every=0.2)
-        yield cluster
-    finally:
-        with contextlib.suppress(KeyError):
+        with cluster.applied(objects):
+            wait_until("the namespaces' accounts", lambda: all(accounts(cluster, name) for name in (FREE, LIMITED, PLAIN)))
+            start_controller(cluster)
+            wait_until("the policies", lambda: in_force(cluster), every=0.2)
+            yield cluster
             cluster.processes.stop("claims")
-        cluster.take_away(objects, "--wait=false")
-        wait_until("the namespaces gone", lambda: not any(exists(cluster, name) for name in (FREE, LIMITED, PLAIN)), 120)
+    finally:
+        cluster.processes.stop("claims")
         cluster.stop_controllers()
 
 
 def accounts(cluster: Cluster, name: str) -> bool:
-    return any(
-        each["metadata"]["name"] == "default"
-        for each in cluster.api.request("GET", f"/api/v1/namespaces/{name}/serviceaccounts")["items"]
-    )
-
-
-def exists(cluster: Cluster, name: str) -> bool:
-    return any(each["metadata"]["name"] == name for each in cluster.api.request("GET", "/api/v1/namespaces")["items"])
+    found = cluster.api.request("GET", f"/api/v1/namespaces/{name}/serviceaccounts")["items"]
+    return any(each["metadata"]["name"] == "default" for each in found)
 
 
 def start_controller(cluster: Cluster) -> None:
@@ -315,16 +306,15 @@ def gated(cluster: Cluster, name: str) -> bool:
     return bool(found["spec"].get("schedulingGates"))
 
 
-def editor(cluster: Cluster) -> Api:
+@contextlib.contextmanager
+def editor(cluster: Cluster) -> Iterator[Api]:
     """A user of the namespace who may change its pods."""
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "editor"}}
-    cluster.api.request("POST", f"/api/v1/namespaces/{LIMITED}/serviceaccounts", account)
-    space, grant = f"--namespace={LIMITED}", ("--resource=pods", "--verb=get,update,patch")
-    cluster.kubectl("create", "role", "editor", space, *grant)
-    cluster.kubectl("create", "rolebinding", "editor", space, "--role=editor", f"--serviceaccount={LIMITED}:editor")
-    user = cluster.api_of(f"{LIMITED}/editor")
-    wait_until("the role", lambda: user.may("update", "pods", namespace=LIMITED), every=0.1)
-    return user
+    with cluster.account(f"{LIMITED}/editor") as user:
+        space, grant = f"--namespace={LIMITED}", ("--resource=pods", "--verb=get,update,patch")
+        cluster.kubectl("create", "role", "editor", space, *grant)
+        cluster.kubectl("create", "rolebinding", "editor", space, "--role=editor", f"--serviceaccount={LIMITED}:editor")
+        wait_until("the role", lambda: user.may("update", "pods", namespace=LIMITED), every=0.1)
+        yield user
 
 
 def test_the_quota_gate_is_removed_by_the_controller_alone(claims: Cluster) -> None:
@@ -337,8 +327,7 @@ def test_the_quota_gate_is_removed_by_the_controller_alone(claims: Cluster) -> N
     assert events(claims, LIMITED, "second") == [
         "GpuQuotaExceeded: namespace dra-limited uses 100 of 150 cores; the pod needs 60; it is scheduled as soon as the quota allows it"
     ]
-    user = editor(claims)
-    try:
+    with editor(claims) as user:
         path = f"/api/v1/namespaces/{LIMITED}/pods/second"
         found = user.request("GET", path)
         found["spec"].pop("schedulingGates")
@@ -346,8 +335,6 @@ def test_the_quota_gate_is_removed_by_the_controller_alone(claims: Cluster) -> N
         for account in (user, claims.api):
             assert "gpumgr.io/quota is removed by" in (text := refusal(account.request, "PUT", path, found))
             assert text.startswith("403")
-    finally:
-        user.close()
     assert gated(claims, "second")
     claims.api.request("DELETE", f"/api/v1/namespaces/{LIMITED}/pods/first?gracePeriodSeconds=0")
     wait_until("the second pod's gate removed", lambda: not gated(claims, "second"), 60, every=0.1)

@@ -18,7 +18,7 @@ from gpumgr.kubelet.slices import SLICES, resource_slice, slice_name
 from .agent import Agent
 from .api import PODS, ApiError
 from .cluster import Cluster
-from .dra import CLAIMS, DRIVER, RESOURCES, DraNode, claiming, in_mode_dra, request, template, using
+from .dra import CLAIMS, DRIVER, TEMPLATES, DraNode, claiming, in_mode_dra, request, template, using
 from .manifests import SHOW, Json, container, pod
 from .node import gpu_nodes, shown
 from .places import AGENT_STATE, CDI_SPECS, DEVICE_PLUGINS, KUBELET_ROOT, NODE, PROJECT
@@ -53,7 +53,7 @@ def node(dra_node: DraNode) -> DraNode:
     """Without pods and claims, and with a template for shares of 10 cores."""
     dra_node.agent.ensure(wait=False)  # without it no claim ends, and so no pod
     dra_node.cluster.delete_all()
-    dra_node.cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
+    dra_node.cluster.api.request("DELETE", TEMPLATES)
     dra_node.delete_claims()
     dra_node.agent.wait_empty()
     dra_node.make(template("share", request("gpu", 10, "1Gi")))

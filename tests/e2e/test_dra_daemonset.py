@@ -8,12 +8,11 @@ from . import daemonset
 from .agent import Agent
 from .cluster import Cluster
 from .daemonset import Installed
-from .dra import DRIVER, DraNode, claiming, request, template
+from .dra import DRIVER, TEMPLATES, DraNode, claiming, request, template
 from .node import gpu_nodes, shown
 from .places import CDI_SPECS, KUBELET_ROOT
 from .processes import wait_until
 
-RESOURCES = "/apis/resource.k8s.io/v1"
 REGISTRY = KUBELET_ROOT / "plugins_registry"
 SETTINGS = {
     "node": {"mode": "dra"},
@@ -29,7 +28,7 @@ def node(cluster: Cluster, running_agent: Agent) -> Iterator[DraNode]:
         wait_until("the node's ResourceSlice", lambda: bool(made.slices()), 120)
         yield made
         cluster.delete_all()
-        cluster.api.request("DELETE", f"{RESOURCES}/namespaces/default/resourceclaimtemplates")
+        cluster.api.request("DELETE", TEMPLATES)
 
 
 def test_a_share_is_prepared_by_the_daemonset(node: DraNode) -> None:

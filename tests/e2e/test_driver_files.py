@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .dra import claiming, in_mode_dra, request, template
 from .manifests import SLEEP, Json, container, pod
 from .node import Node
-from .places import AGENT_STATE, CDI_SPECS
+from .places import AGENT_STATE
 from .processes import wait_until
 from .tenants import FOLDER, limited, mounted, wait_line
 from .test_hami_plugin import REPLICA
@@ -54,9 +54,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def settings(way: str = "mounts", **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`more`: by section."""
-    folders = {"driver_share_dir": str(AGENT_STATE / "vdriver/nvidia"), "driver_whole_dir": str(AGENT_STATE / "vdriver/origin")}
     return {
-        "container": {**folders, "allocation_dir": str(AGENT_STATE / "vm"), "driver_files": way},
+        "container": {"driver_files": way},
         "vcuda": {"driver_roots": [str(ROOT)], "volume_conf": str(ROOT / "volume.conf")},
         **{section: dict(values) for section, values in more.items()},
     }
@@ -94,7 +93,7 @@ LIMITS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @pytest.mark.parametrize("injection", ["mounts", "cdi"])
 def test_containers_without_a_toolkit_load_the_driver(injection: str, cluster: Cluster, running_agent: Agent) -> None:
-    enforcement = {"backend": "none", "injection": injection, "cdi_dir": str(CDI_SPECS), "orphan_grace_seconds": 1}
+    enforcement = {"backend": "none", "injection": injection, "orphan_grace_seconds": 1}
     changes = settings(node={"profile": "both", "mig_strategy": "mixed"}, enforcement=enforcement)
     with limited(cluster, running_agent, changes) as node, with_mig_device(running_agent, node):
         wait_until("replicas offered", lambda: node.resources.allocatable(REPLICA).get(REPLICA))

@@ -15,7 +15,7 @@ from .cluster import Cluster
 from .manifests import Json, binding, container, pod
 from .places import PROJECT
 from .processes import free_ports, wait_listening, wait_until
-from .scheduling import SCHEDULER, grant_rights, start_extender, withdraw_rights
+from .scheduling import SCHEDULER, rights, start_extender
 
 POLICIES: Final = PROJECT / "config" / "hami" / "admission-policies.yaml"
 ACCOUNT: Final = "kube-system/gpumgr-scheduler"
@@ -52,21 +52,20 @@ def webhook(cluster: Cluster, folder: Path, *settings: str) -> Iterator[Json]:
          "-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
         check=True, capture_output=True,
     )  # fmt: skip
-    credentials = grant_rights(cluster)
     port, verbs = free_ports(2)
     files = (f"webhook.tls_cert_file={certificate}", f"webhook.tls_key_file={key}")
-    start_extender(cluster, credentials, verbs, "node.profile=hami", f"webhook.port={port}", *files, *settings)
-    wait_listening(port)
     made: Json = yaml.safe_load((POLICIES.parent / "webhook.yaml").read_text())
     (hook,) = made["webhooks"]
     path = hook["clientConfig"]["service"]["path"]
     authority = b64encode(certificate.read_bytes()).decode()
     hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": authority}
-    try:
-        yield made
-    finally:
-        cluster.processes.stop("gpumgr-scheduler")
-        withdraw_rights(cluster)
+    with rights(cluster) as credentials:
+        try:
+            start_extender(cluster, credentials, verbs, "node.profile=hami", f"webhook.port={port}", *files, *settings)
+            wait_listening(port)
+            yield made
+        finally:
+            cluster.processes.stop("gpumgr-scheduler")
 
 
 def in_force(cluster: Cluster) -> list[bool]:

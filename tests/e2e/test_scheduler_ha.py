@@ -18,11 +18,11 @@ import pytest
 from .agent import Agent
 from .api import ApiError
 from .cluster import Cluster
-from .manifests import Json, container, pod
+from .manifests import container, pod
 from .node import cleared
 from .places import PROJECT
 from .processes import free_ports, wait_listening, wait_until
-from .scheduling import Scheduled, api_nodes, grant_rights, start_kube_scheduler, start_replica, withdraw_rights
+from .scheduling import Scheduled, api_nodes, rights, start_kube_scheduler, start_replica
 
 CERTIFICATES: Final = PROJECT / "tests" / "component" / "web" / "certificates"
 LABEL: Final = "gpumgr.io/scheduler-leader"
@@ -116,15 +116,13 @@ def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
     with cleared(cluster, running_agent):
         running_agent.stop()
     wait_until("no pods", lambda: not cluster.pods.all())
-    credentials = grant_rights(cluster)
-    for name in REPLICAS:
-        made: Json = pod(name, [container("extender", 0, 0)], bound=False)
-        made["metadata"]["namespace"] = "kube-system"
-        made["spec"].update({"schedulerName": "none", "serviceAccountName": "gpumgr-scheduler"})
-        cluster.api.request("POST", PODS, made)
-    both = Replicas(cluster, credentials)
-    try:
-        with api_nodes(cluster):
+    with rights(cluster) as credentials, api_nodes(cluster):
+        for name in REPLICAS:
+            made = pod(name, [container("extender")], bound=False, schedulerName="none", serviceAccountName="gpumgr-scheduler")
+            made["metadata"]["namespace"] = "kube-system"
+            cluster.api.request("POST", PODS, made)
+        both = Replicas(cluster, credentials)
+        try:
             for name in REPLICAS:
                 both.start(name)
             for name in REPLICAS:
@@ -132,13 +130,12 @@ def replicas(cluster: Cluster, running_agent: Agent) -> Iterator[Replicas]:
             both.wait_leader()
             start_kube_scheduler(cluster, {"urlPrefix": both.url, **TLS})
             yield both
-    finally:
-        for name in ("gpu-kube-scheduler", *REPLICAS):
-            cluster.processes.stop(name)
-        both.close()
-        for path in (*(f"{PODS}/{name}?gracePeriodSeconds=0" for name in REPLICAS), LEASE):
-            cluster.api.request("DELETE", path)
-        withdraw_rights(cluster)
+        finally:
+            for name in ("gpu-kube-scheduler", *REPLICAS):
+                cluster.processes.stop(name)
+            both.close()
+            for path in (*(f"{PODS}/{name}?gracePeriodSeconds=0" for name in REPLICAS), LEASE):
+                cluster.api.request("DELETE", path)
 
 
 @pytest.fixture
