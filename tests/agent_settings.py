@@ -13,7 +13,7 @@ def changed(settings: Sections, changes: Sections) -> dict[str, dict[str, Any]]:
 
 
 def settings_in(folder: Path, changes: Sections) -> dict[str, dict[str, Any]]:
-    own = {
+    own: Sections = {
         "kubelet": {
             "device_plugin_dir": str(folder / "device-plugins"),
             "pod_resources_socket": str(folder / "pod-resources" / "kubelet.sock"),

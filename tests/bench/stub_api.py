@@ -26,8 +26,8 @@ _LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
 class Objects:
-    """Objects of one kind: `count` that were there before, whose JSON `text_of` makes when they are listed, and later ones by UID; and the
-    history of changes: version, UID, event."""
+    """Objects of one kind: `count` were there before, and `text_of` makes their JSON when they are listed; later ones are kept by UID.
+    And the history of changes: version, UID, event."""
 
     def __init__(self, count: int = 0, text_of: Callable[[int], str] = str) -> None:
         self._count, self._text_of = count, text_of
@@ -68,7 +68,7 @@ class Objects:
 
 
 class StubApi:
-    """`nodes` and `pods`: those that are there before the others. `watch_fault` holds for all watches, `lists_fail` for lists, `lease_lost`
+    """`nodes` and `pods`: what is there at the start. `watch_fault` holds for all watches, `lists_fail` for lists, `lease_lost`
     for the Lease: no answer. `overcommitted` has a line for each binding that gave a share of a GPU twice."""
 
     def __init__(self, nodes: Objects, pods: Objects, seed: int) -> None:

@@ -19,14 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.component.enforcement.limiter.harness import Container
 from tools.limiter import ARBITER, LIBRARY, compile_library, compile_program
 
 _MEMORY_TENANT = Path(__file__).parents[1] / "data" / "limiter" / "tenant.c"
 _TENANT = Path(__file__).with_name("torch_tenant.py")
 _DEADLINE = time.monotonic() + 140
-_HEAD = 64  # of a page (pages.h)
+#: Layouts of pages.h.
+_MAGIC, _VERSION, _GPUS, _SLOTS, _HEAD = 0x4D475047, 1, 16, 1024, 64
 _LIMITS_GPU = "<16sQQQIIII64x"
+_PAGE_BYTES = {
+    "limits": _HEAD + _GPUS * 120,
+    "use": _HEAD + _GPUS * 64 + _SLOTS * (64 + _GPUS * 128),
+    "turn": _HEAD + _GPUS * (64 + _SLOTS * 4),
+}
 _MIB = 1 << 20
 _MEMORY_LIMIT_BYTES = 4096 * _MIB
 _MEMORY_KINDS = ("alloc", "managed", "pitch", "array", "vmm", "async", "pool")
@@ -67,13 +72,17 @@ def first_gpu() -> bytes:
     return bytes(uuid)
 
 
-class Pages(Container):
-    """A tenant's pages, on this GPU. `descriptors`: for the arbiter."""
+class Pages:
+    """A tenant's pages."""
 
     def __init__(self, folder: Path, uuid: bytes) -> None:
-        super().__init__(folder)
-        self.place, self._uuid = self.page("limits").parent, uuid
-        self.descriptors = [os.open(self.page(name), os.O_RDWR) for name in ("limits", "turn")]
+        self.folder = folder
+        self._uuid = uuid
+        folder.mkdir()
+        for name, size in _PAGE_BYTES.items():
+            head = struct.pack("<III", _MAGIC, _VERSION, 1 if name == "limits" else 0)
+            (folder / f"{name}.{_VERSION}").write_bytes(head.ljust(size, b"\0"))
+        self.descriptors = [os.open(folder / f"{name}.{_VERSION}", os.O_RDWR) for name in ("limits", "turn")]
         self.set_share(0)
 
     def set_share(self, percent: int, memory_bytes: int = 0) -> None:
@@ -90,13 +99,25 @@ class Pages(Container):
             f"drains {drains}, slots {slots}, flags {[word & 255 for word in words]}, heartbeat {(now - beat) / 1e6:.1f} ms old"
         )
 
+    def launches(self) -> int:
+        """The first process has made so many."""
+        return self._use(_GPUS * 64 + 64 + 64)
+
+    def reserved_bytes(self) -> int:
+        return self._use(0)
+
     def suspend(self, suspended: int) -> None:
         if suspended:
-            self.request_resume(0)
+            with (self.folder / f"use.{_VERSION}").open("r+b") as use:
+                use.seek(12)
+                use.write(bytes(4))
         os.pwrite(self.descriptors[0], struct.pack("<I", suspended), 12)
 
     def resume_requested(self) -> bool:
-        return any(self.page("use").read_bytes()[12:16])
+        return any((self.folder / f"use.{_VERSION}").read_bytes()[12:16])
+
+    def _use(self, offset: int) -> int:
+        return int(struct.unpack_from("<Q", (self.folder / f"use.{_VERSION}").read_bytes(), _HEAD + offset)[0])
 
 
 class PagedTenant:
@@ -114,12 +135,12 @@ class PagedTenant:
         self.name = name
         self.pages = pages
         if pages and not mounts:
-            compile_library(LIBRARY, pages.folder, [f'-DPLACE="{pages.place}/"'])
+            compile_library(LIBRARY, pages.folder, [f'-DPLACE="{pages.folder}/"'])
             library = pages.folder / LIBRARY
             command = ["env", f"LD_PRELOAD={library}", *command]
         elif pages:
             script = 'mount --make-rprivate / && mount --bind "$0" /etc/gpumgr && exec env LD_PRELOAD="$1" "$2" "$3"'
-            command = ["unshare", "-m", "sh", "-c", script, str(pages.place), str(library), *command]
+            command = ["unshare", "-m", "sh", "-c", script, str(pages.folder), str(library), *command]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, command: str, seconds: float) -> Mapping[str, Any]:
