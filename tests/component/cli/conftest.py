@@ -81,10 +81,10 @@ def gpumgr_command(
 
 @pytest.fixture
 async def start(_no_settings_of_this_host: None) -> AsyncIterator[Start]:
-    """Starts `gpumgr ARGUMENTS` as a process of its own, on a terminal on request; what still runs at the end is killed."""
+    """Starts `gpumgr ARGUMENTS` as a process of its own on a terminal; what still runs at the end is killed."""
     async with contextlib.AsyncExitStack() as ends:
 
-        async def begin(*arguments: str | Path, terminal: bool = False) -> Process:
-            return await ends.enter_async_context(Process(*map(str, arguments), terminal=terminal))
+        async def begin(*arguments: str | Path) -> Process:
+            return await ends.enter_async_context(Process(*map(str, arguments)))
 
         yield begin

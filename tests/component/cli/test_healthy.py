@@ -12,38 +12,31 @@ from .conftest import Gpumgr
 from .peer import listening
 
 
-class Agent:
-    """/healthz on a unix socket, as the agent has it."""
-
-    reasons: tuple[str, ...] = ()
-
-    async def answer(self, _request: web.Request) -> web.Response:
-        document = {"status": "failing" if self.reasons else "ok", "reasons": list(self.reasons)}
-        return web.json_response(document, status=503 if self.reasons else 200)
-
-
 @pytest.fixture
-async def alive(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
+async def reasons(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+    """Why the agent at the socket is not healthy."""
     monkeypatch.setattr("gpumgr.cli.healthy._RESPONSE_SECONDS", 30.0)
-    agent = Agent()
-    async with listening(socket, {("GET", "/healthz"): agent.answer}):
-        yield agent
+    found = list[str]()
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response({"status": "failing" if found else "ok", "reasons": found}, status=503 if found else 200)
+
+    async with listening(socket, {("GET", "/healthz"): answer}):
+        yield found
 
 
-async def test_the_socket_of_the_settings_is_used(alive: Agent, socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
+async def test_the_socket_of_the_settings_is_used(reasons: list[str], socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
     """Which may say of address, port and TLS what they want."""
     (folder / "gpumgr.yaml").write_text(f"http: {{socket: {socket}, port: 1}}\n")
     ended = await gpumgr_command("healthy")
     assert (ended.code, json.loads(ended.out)["status"]) == (0, "ok")
-    alive.reasons = ("the loop\nhangs",)
-    ended = await gpumgr_command("healthy")
-    assert (ended.code, ended.out) == (1, "")
-    assert ended.err.startswith("gpumgr: the agent responds 503: {")
+    reasons.append("the loop\nhangs")
+    (await gpumgr_command("healthy")).failed(1, "gpumgr: the agent responds 503: {")
 
 
 async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("healthy", "--socket", socket)
-    assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: No such file or directory\n")
+    ended.failed(1, f"gpumgr: no agent responds at {socket}: No such file or directory\n")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM) as other:
         other.bind(str(socket))
         ended = await gpumgr_command("healthy", "--socket", socket)
@@ -58,4 +51,4 @@ async def test_one_that_takes_the_call_and_is_silent(
         silent.bind(str(socket))
         silent.listen()
         ended = await gpumgr_command("healthy", "--socket", socket)
-    assert (ended.code, ended.err) == (1, f"gpumgr: no agent responds at {socket}: timed out\n")
+    ended.failed(1, f"gpumgr: no agent responds at {socket}: timed out\n")

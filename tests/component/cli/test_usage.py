@@ -40,8 +40,8 @@ async def test_json_has_gpus_containers_and_troubles_as_the_agent_gave_them(agen
 @pytest.mark.parametrize("output", ["text", "json"])
 async def test_watch_needs_a_terminal(output: str, agent: FakeAgent, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("usage", "--socket", agent.socket, "--watch", "--output", output)
-    assert (ended.code, ended.out, agent.asked) == (2, "", [])
-    assert "--watch needs a terminal" in ended.err
+    ended.failed(2, "--watch needs a terminal")
+    assert agent.asked == []
 
 
 async def test_with_a_given_socket_no_checkpoint_is_read(folder: Path, socket: Path, gpumgr_command: Gpumgr) -> None:
@@ -80,7 +80,7 @@ async def test_without_the_agent_usage_shows_the_allocations_of_the_checkpoint(f
 async def test_watch_on_a_terminal_uses_the_alternate_screen_until_sigterm(agent: FakeAgent, start: Start) -> None:
     for row in (*agent.state["gpus"], *agent.state["containers"]):  # so the pod's name has room in one line
         row |= {"utilization_ratio": 0.5, "memory_used_bytes": GIB}
-    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    process = await start("usage", "--socket", agent.socket, "--watch")
     await process.until(OTHER_SCREEN)
     shown = await process.until("team/bert (main)")
     await process.until("Ctrl-C quits", after=shown)
@@ -97,7 +97,7 @@ async def test_watch_on_a_terminal_leaves_room_for_the_last_line_and_shows_a_mis
     agent: FakeAgent, start: Start
 ) -> None:
     agent.state["containers"] = [container(str(n), f"p{n:02}", NAMES[0]) for n in range(40)]
-    process = await start("usage", "--socket", agent.socket, "--watch", terminal=True)
+    process = await start("usage", "--socket", agent.socket, "--watch")
     shown = await process.until("2026-09-21 14:13:20Z   Ctrl-C quits")
     assert "team/p02 (main)" in process.out[:shown]
     await agent.stop()
@@ -113,14 +113,14 @@ async def test_watch_on_a_terminal_leaves_room_for_the_last_line_and_shows_a_mis
 
 
 async def test_without_an_agent_a_terminal_stays_as_it_was(socket: Path, start: Start) -> None:
-    process = await start("usage", "--socket", socket, "--watch", terminal=True)
+    process = await start("usage", "--socket", socket, "--watch")
     assert await process.ended() != 0
     await process.until("no agent answers on this node")
     assert termios.tcgetattr(process.tty) == process.untouched
 
 
 async def test_on_a_terminal_the_tables_have_colour(agent: FakeAgent, start: Start) -> None:
-    process = await start("usage", "--socket", agent.socket, terminal=True)
+    process = await start("usage", "--socket", agent.socket)
     assert await process.ended() == 0
     await process.until("whole GPU")
     assert "\x1b[32mhealthy" in process.out
