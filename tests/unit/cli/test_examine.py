@@ -53,3 +53,22 @@ async def test_what_a_check_raises_is_an_error_of_its_own(exception: Exception, 
     assert report.findings["bad"] == CheckResult(state="error", message=message, remedy=remedy)
     assert report.findings["well"].state == "ok"
     assert report.exit_code == 1
+
+
+async def test_a_check_that_ignores_cancellation_delays_no_other_check() -> None:
+    released = asyncio.Event()
+
+    async def stubborn() -> CheckResult:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+        return ok("at last")
+
+    report = await examine([check("stubborn", stubborn), check("well", well)], limit_seconds=0.02)
+    assert report.hung
+    assert report.findings["stubborn"] == CheckResult(state="error", message="no answer within 0.02 s", remedy="restart it")
+    assert report.findings["well"].state == "ok"
+    released.set()
+    await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "stubborn"])

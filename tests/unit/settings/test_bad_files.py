@@ -34,6 +34,7 @@ BAD = {
     f"http: {{port: 0x{'f' * 5000}}}": "FILE:1: http.port: a number of thousands of digits is not allowed",
     f"nvml: {{ignored_xids: [0x{'f' * 5000}]}}": "FILE:1: nvml.ignored_xids: a number of thousands of digits is not allowed",
     f"http: {{port: {'9' * 5000}}}": "FILE:1: http.port: can't be read (Exceeds the limit (4300 digits)",
+    "[" * 5000: "FILE: no valid YAML: nested too deeply",
     "http: {port: !!bool x}": "FILE:1: http.port: can't be read (KeyError('x'))",
     "http: {port: !!int ''}": "FILE:1: http.port: can't be read (IndexError(",
     "http: {port: !!timestamp x}": "FILE:1: http.port: can't be read (AttributeError(",
