@@ -24,17 +24,12 @@ def answering(
     return hook
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "text", "cores"),
-    [
-        pytest.param(
-            403, {}, "HTTP 403: the reason", [0, 0], marks=pytest.mark.hami_bug("B17: a failed bind keeps the reservation")
-        ),
-        (422, {}, "HTTP 422: the reason", [0, 0]),
-        (429, {"Retry-After": "1"}, "HTTP 429: the reason, and asks to wait for 1 s", [0, 0]),
-        (500, {}, "HTTP 500: the reason", [100, 100]),
-    ],
-)
+@pytest.mark.parametrize(("status", "headers", "text", "cores"), [
+    pytest.param(403, {}, "HTTP 403: the reason", [0, 0], marks=pytest.mark.hami_bug("B17: a failed bind keeps the reservation")),
+    (422, {}, "HTTP 422: the reason", [0, 0]),
+    (429, {"Retry-After": "1"}, "HTTP 429: the reason, and asks to wait for 1 s", [0, 0]),
+    (500, {}, "HTTP 500: the reason", [100, 100]),
+])  # fmt: skip
 async def test_a_refused_binding(stage: Stage, status: int, headers: dict[str, str], text: str, cores: list[int]) -> None:
     """After 500 the binding may happen yet, so the GPUs stay assumed; the pod's next attempt has the same ones."""
     item = await stage.create(pod("one", ("app", 200, 0)))

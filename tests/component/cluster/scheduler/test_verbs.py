@@ -76,17 +76,11 @@ async def test_what_is_assumed_is_not_given_twice_until_it_ends(stage: Stage) ->
     assert stage.watches.pending == {}, "these pods have ended: the watch has not shown them"
 
 
-@pytest.mark.parametrize(
-    ("cores", "text"),
-    [
-        (
-            500,
-            "for the 3 nodes with enough in total: 2 have fewer than 5 entirely free GPUs (closest: b, 4 free), "
-            "1 has no GPUs that gpumgr can use",
-        ),
-        (150, "150 cores requested: above 100, tencent.com/vcuda-core must be a multiple of 100 (whole GPUs)"),
-    ],
-)
+@pytest.mark.parametrize(("cores", "text"), [
+    (500, "for the 3 nodes with enough in total: 2 have fewer than 5 entirely free GPUs (closest: b, 4 free), "
+          "1 has no GPUs that gpumgr can use"),
+    (150, "150 cores requested: above 100, tencent.com/vcuda-core must be a multiple of 100 (whole GPUs)"),
+])  # fmt: skip
 async def test_a_rejection_has_one_text_with_all_counts(stage: Stage, cores: int, text: str) -> None:
     answer = await stage.filter(pod("one", ("app", cores, 0)), ["a", "b", "unknown"])
     assert (answer["FailedNodes"], list(answer["FailedAndUnresolvableNodes"])) == ({}, ["a"])

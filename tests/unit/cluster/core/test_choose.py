@@ -10,7 +10,7 @@ from gpumgr.cluster.core import request as request_module
 from gpumgr.cluster.core.choose import Misfit, NodeChoice, choose
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, explain
 from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
-from gpumgr.cluster.core.request import pod_request
+from gpumgr.cluster.core.request import PodRequest, pod_request
 from gpumgr.common.errors import Refusal
 from gpumgr.common.units import Amounts
 from gpumgr.placement.pods import ContainerSpec
@@ -80,8 +80,8 @@ def test_app_containers_reuse_the_gpus_of_init_containers_and_sidecars_keep_thei
 @pytest.mark.parametrize(
     ("wanted", "amounts"), [(share(30, 8), Amounts(30, 2048)), (request(("app", 200, 0)), Amounts(100, GPU_MEBIBYTES))]
 )
-def test_a_container_gets_its_share_or_whole_gpus(wanted: object, amounts: Amounts) -> None:
-    found = expect(NodeChoice, choose(TWO, used_on_first(TWO), wanted, "binpack"))  # type: ignore[arg-type]
+def test_a_container_gets_its_share_or_whole_gpus(wanted: PodRequest, amounts: Amounts) -> None:
+    found = expect(NodeChoice, choose(TWO, used_on_first(TWO), wanted, "binpack"))
     assert {each for _, each in found.shares[0]} == {amounts}
 
 
