@@ -1,6 +1,7 @@
 """The limits from ResourceQuotas and the ConfigMap: its formats, both together, in any number."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -112,18 +113,12 @@ def test_all_limits_of_a_namespace_hold() -> None:
 
 
 def test_a_change_joins_the_limits_of_its_namespace_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[object] = []
-
-    def counted(quota: NamespaceQuota, **changes: Any) -> NamespaceQuota:
-        joined.append(quota)
-        return replace(quota, **changes)
-
-    monkeypatch.setattr(quota_sources, "replace", counted)
+    monkeypatch.setattr(quota_sources, "replace", joined := Mock(side_effect=replace))
     quotas = Quotas()
     sources = QuotaSources(quotas, "a/b")
     for number in range(1000):
         sources.resource_quota_changed(None, hard("u", f"team-{number}", cores=number))
-    assert (len(joined), len(quotas.limits)) == (1000, 1000)
+    assert (joined.call_count, len(quotas.limits)) == (1000, 1000)
 
 
 def test_a_namespace_without_resourcequotas_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
