@@ -92,17 +92,21 @@ async def test_mig_devices_that_come_and_go_are_followed_and_a_held_one_is_not_f
         await run(node, "more", mig("1g.5gb", 2))
 
 
-def node_of(folder: Path, profiles: Sequence[str]) -> str:
-    """The file of a node with a GPU in MIG mode for each profile, with two of these MIG devices."""
-    model = {"model": "A100", "memory_mib": 40960, "reserved_mib": 571, "mig": "enabled", "idle_celsius": 31, "idle_watts": 34}
-    gpus = [
-        {"model": "a100", "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"], "mig_instances": [profile] * 2}
-        for n, profile in enumerate(profiles)
-    ]
-    node = {"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "models": {"a100": model}, "gpus": gpus}
+def write_node(folder: Path, models: Mapping[str, Mapping[str, str | int]], *gpus: Mapping[str, object]) -> str:
+    """The file of a node with these GPUs. A model is an A100 with 40 GB, except for what `models` says of it."""
+    usual = {"model": "NVIDIA A100-SXM4-40GB", "memory_mib": 40960, "reserved_mib": 571, "idle_celsius": 31, "idle_watts": 34}
+    places = ({"bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"]} for n in range(len(gpus)))
+    node = {"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2"}
+    node_models = {name: {**usual, **model} for name, model in models.items()}
     path = folder / "node.yaml"
-    path.write_text(json.dumps(node))
+    path.write_text(json.dumps({**node, "models": node_models, "gpus": [{**a, **b} for a, b in zip(places, gpus, strict=True)]}))
     return str(path)
+
+
+def node_of(folder: Path, profiles: Sequence[str]) -> str:
+    """A GPU in MIG mode for each profile, with two of these MIG devices."""
+    gpus = [{"model": "a100", "mig_instances": [profile] * 2} for profile in profiles]
+    return write_node(folder, {"a100": {"mig": "enabled"}}, *gpus)
 
 
 async def test_with_single_all_mig_devices_are_one_resource(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -15,24 +14,15 @@ from gpumgr.sim.kubelet import SimContainer
 from tests.background import until
 
 from .stage import RUNNER, essence, introduce, lose_ledger, run
-from .test_mig import started
+from .test_mig import started, write_node
 
 ON_DEMAND = {"GPUMGR_NODE_PROFILE": "both", "GPUMGR_HAMI_OPERATING_MODE": "mig"}
 
 
 def node_of(folder: Path) -> str:
-    """The file of a node with an A100 without MIG mode, and a small GPU that does not support it."""
-    model = {"model": "NVIDIA A100-SXM4-40GB", "memory_mib": 40960, "reserved_mib": 571, "idle_celsius": 31, "idle_watts": 34}
-    models = {
-        "a100": {**model, "mig": "disabled"},
-        "other": {**model, "model": "NVIDIA A10", "memory_mib": 2048, "mig": "unsupported"},
-    }
-    gpus = [{"model": each, "bus_id": f"0000:0{n}:00.0", "numa_node": 0, "pcie": ["pci0000:00"]} for n, each in enumerate(models)]
-    path = folder / "node.yaml"
-    path.write_text(
-        json.dumps({"about": "MIG", "driver_version": "535.183.01", "cuda_version": "12.2", "models": models, "gpus": gpus})
-    )
-    return str(path)
+    """An A100 without MIG mode, and a small GPU that does not support it."""
+    small: dict[str, str | int] = {"model": "NVIDIA A10", "memory_mib": 2048, "mig": "unsupported"}
+    return write_node(folder, {"a100": {"mig": "disabled"}, "other": small}, {"model": "a100"}, {"model": "other"})
 
 
 @contextlib.asynccontextmanager

@@ -119,8 +119,7 @@ def granted(name: str, gpus: Mapping[str, Amounts], *, pod: str | None = None, *
 
 def share(name: str, cores: int, blocks: int, *, pod: str | None = None, shift: int = 0, **fields: Any) -> Allocation:
     """By ids, on the first GPU."""
-    masks = {ONE: low(cores) << shift}, {ONE: low(blocks) << shift}
-    return allocated(id=name, pod=("team", pod or name), container="main", cores=masks[0], blocks=masks[1], **fields)
+    return held(name, {ONE: low(cores) << shift}, {ONE: low(blocks) << shift}, pod=pod, **fields)
 
 
 def resized(allocation: Allocation, cores: int, mebibytes: int) -> Allocation:

@@ -20,19 +20,10 @@ MIB = 1 << 20
 
 def share(name: str, cores: int, blocks: int, **fields: Any) -> Allocation:
     """A container with so many cores and blocks. The first one has the lowest ids, others have the highest."""
-    first = name == "a"
-    return replace(
-        allocated(
-            id=name,
-            pod=("team", name),
-            uid=f"uid-{name}",
-            container="main",
-            cores={GPU: low(cores) << (0 if first else 100 - cores)},
-            blocks={GPU: low(blocks) << (0 if first else 16 - blocks)},
-            mechanisms=("limiter",),
-        ),
-        **fields,
-    )
+    shift = (0, 0) if name == "a" else (100 - cores, 16 - blocks)
+    about: dict[str, Any] = {"pod": ("team", name), "uid": f"uid-{name}", "container": "main", "mechanisms": ("limiter",)}
+    made = allocated(id=name, cores={GPU: low(cores) << shift[0]}, blocks={GPU: low(blocks) << shift[1]}, **about)
+    return replace(made, **fields)
 
 
 def around(used: Mapping[str, int | None] | None = None, **fields: Any) -> Surroundings:
