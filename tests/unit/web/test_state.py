@@ -15,7 +15,7 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import BLOCK_BYTES
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.history import Candidate, HistoryEntry
-from gpumgr.ledger.ids import GpuRegistry
+from gpumgr.ledger.ids import ALL_CORES, GpuRegistry
 from gpumgr.ledger.join import join
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.ledger.quarantine import Quarantine
@@ -254,21 +254,22 @@ def test_a_burst_has_its_limit_and_the_gpu_the_excess_of_all_limits(limit: int, 
     assert [gpu["limits_excess_bytes"] for gpu in document(replace(report, nvml_up=False))["gpus"]] == [None, None]
 
 
-def test_a_container_with_two_gpus_has_a_row_on_each_with_the_gpu_s_own_memory() -> None:
-    both = allocation("a", POD, cores={0: (1 << 100) - 1, 1: (1 << 100) - 1})
-    rows = document(picture_of(both))["containers"]
-    assert [(row["gpu"], row["cores"], row["memory_bytes"], row["whole"]) for row in rows] == [
-        (name_of(0), 100, BLOCKS * BLOCK_BYTES + 1, True),
-        (name_of(1), 100, BLOCKS * BLOCK_BYTES + 1, True),
-    ]
+FULL = (100, BLOCKS * BLOCK_BYTES + 1, True)
 
 
-def test_memory_on_a_gpu_without_cores_has_a_row_too() -> None:
-    rows = document(picture_of(allocation("a", POD, cores={0: 0b1}, blocks={1: 0b111})))["containers"]
-    assert [(row["gpu"], row["cores"], row["memory_bytes"]) for row in rows] == [
-        (name_of(0), 1, 0),
-        (name_of(1), 0, 3 * BLOCK_BYTES),
-    ]
+@pytest.mark.parametrize(
+    ("held", "rows"),
+    [
+        pytest.param({"cores": {0: ALL_CORES, 1: ALL_CORES}}, [FULL, FULL], id="two whole GPUs, each with its own memory"),
+        pytest.param(
+            {"cores": {0: 0b1}, "blocks": {1: 0b111}}, [(1, 0, False), (0, 3 * BLOCK_BYTES, False)], id="memory elsewhere"
+        ),
+    ],
+)
+def test_a_container_has_a_row_on_each_of_its_gpus(held: dict[str, Any], rows: list[object]) -> None:
+    found = document(picture_of(allocation("a", POD, **held)))["containers"]
+    assert [row["gpu"] for row in found] == [name_of(0), name_of(1)]
+    assert [(row["cores"], row["memory_bytes"], row["whole"]) for row in found] == rows
 
 
 def test_containers_are_listed_oldest_first_with_their_known_names() -> None:
@@ -279,17 +280,19 @@ def test_containers_are_listed_oldest_first_with_their_known_names() -> None:
     ]
 
 
-def test_unknown_values_of_a_container_are_null_and_idle_is_zero() -> None:
-    asked = share()
-    idle, unlisted, untold = (
-        document(picture_of(asked))["containers"][0],
-        document(picture_of(allocation("a", POD, cores={1: 0b1})))["containers"][0],
-        document(picture_of(asked, processes={7: process(7, None)}))["containers"][0],
-    )
-    read = ("memory_used_bytes", "utilization_ratio", "processes")
-    assert [idle[key] for key in read] == [0, 0.0, 0]
-    assert [unlisted[key] for key in read] == [None, None, None]
-    assert [untold[key] for key in read] == [None, None, 1]
+@pytest.mark.parametrize(
+    ("held", "processes", "read"),
+    [
+        pytest.param(share(), {}, [0, 0.0, 0], id="idle"),
+        pytest.param(allocation("a", POD, cores={1: 0b1}), {}, [None, None, None], id="a GPU without a list of processes"),
+        pytest.param(share(), {7: process(7, None)}, [None, None, 1], id="a process without numbers"),
+    ],
+)
+def test_unknown_values_of_a_container_are_null_and_idle_is_zero(
+    held: Allocation, processes: dict[int, GpuProcess], read: list[object]
+) -> None:
+    (row,) = document(picture_of(held, processes=processes))["containers"]
+    assert [row[key] for key in ("memory_used_bytes", "utilization_ratio", "processes")] == read
 
 
 def test_values_from_before_the_driver_went_away_are_not_shown() -> None:
@@ -309,25 +312,11 @@ def test_the_newest_entries_come_first_and_without_their_candidates() -> None:
         what="refused",
         id="c",
         pod=POD,
-        pod_uid="uid-c",
-        container="main",
-        call="prefer",
-        kind="core",
-        size=60,
         gpus=(name_of(0),),
         why="no room",
-        code="no_fit",
-        mechanisms=("mps",),
         candidates=(Candidate(gpu=name_of(0)),),
     )
     history = document(picture_of(), *entries, refused)["history"]
     assert [entry["number"] for entry in history] == list(range(99, 99 - HISTORY_SHOWN, -1))
     assert history[0] == {**to_json_data(refused), "candidates": []}
-    assert [history[0][key] for key in ("pod", "call", "kind", "size", "code")] == [
-        ["team", "web"],
-        "prefer",
-        "core",
-        60,
-        "no_fit",
-    ]
-    assert history[1]["pod"] is None
+    assert (history[0]["pod"], history[1]["pod"]) == (["team", "web"], None)

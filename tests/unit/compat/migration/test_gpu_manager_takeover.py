@@ -139,6 +139,7 @@ def test_the_process_that_runs(cgroup: str, in_pod: bool, tmp_path: Path) -> Non
 CHECKPOINT = Path("/etc/gpu-manager/checkpoint/gpumanager_internal_checkpoint")
 NOTHING = GpuManagerState(node="gpu-7", checkpoint=CHECKPOINT, live=(), names={}, registered={})
 TO = Path("/etc/gpumgr/gpumgr.yaml")
+DATA = Path(__file__).parents[3] / "data" / "migration"
 
 
 def record(uid: str, *minors: int, cores: int = 50, blocks: int = 4) -> AnonymousRecord:
@@ -170,72 +171,33 @@ def test_a_runtime_that_is_gone_is_not_taken_over() -> None:
     assert plan("--share-mode --container-runtime-endpoint=/run/crio/crio.sock").settings == {"cri.socket": "/run/crio/crio.sock"}
 
 
-def test_running_pods_keep_their_gpus_and_pods_without_a_record_are_counted() -> None:
-    records = (record("u1", 0), record("u2", 1, 2, cores=200, blocks=0), record("u3", 3))
-    found = replace(NOTHING, records=records, live={"u1", "u2"}, names={"u1": "team/a"})
-    assert plan(found=found).pods == (
-        "team/a (main): keeps /dev/nvidia0 (vcuda-core 50, vcuda-memory 4) until it ends",
-        "pod uid u2 (main): keeps /dev/nvidia1, /dev/nvidia2 (vcuda-core 200, vcuda-memory 0) until it ends",
-        f"left behind, as the kubelet has forgotten their pods: 1 of 3 records in {CHECKPOINT}",
-    )
-    assert plan(found=replace(found, live=None)).pods[2].startswith("pod uid u3 (main): keeps /dev/nvidia3")
-    assert "cannot be read" in plan(found=replace(found, live=None)).warnings[0]
+LEFT = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u9", "main"): frozenset("z")}
+TWO = replace(NOTHING, records=(record("u1", 0), record("u2", 1, 2, cores=200, blocks=0)))
+#: The DaemonSet left the record of an ended pod and a pod without a record. The one without a selector still answers, and the kubelet's
+#: checkpoint can't be read.
+PLANS = {
+    "daemon-set": plan(
+        "--share-mode --query-port=5679",
+        replace(TWO, records=(*TWO.records, record("u3", 3)), live={"u1", "u2"}, holders=LEFT, names={"u1": "team/a"}),
+        DaemonSet(),
+    ),
+    "daemon-set-without-selector": plan(
+        found=replace(TWO, live=None, answering=[Path("/dp/vcore.sock")], registered={"tencent.com/vcuda-core": 800}),
+        daemon_set=DaemonSet(namespace="gpu", name="gm", selector={}),
+    ),
+    "process": plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), replace(NOTHING, registered={"x": 1}), to=TO),
+}
 
 
-def test_one_that_runs_is_warned_of() -> None:
-    assert plan().warnings == ()
-    answering = replace(NOTHING, answering=[Path("/dp/vcore.sock")], registered={"tencent.com/vcuda-core": 800})
-    assert plan(found=answering).warnings == (
-        "gpu-manager answers at /dp/vcore.sock: stop it before gpumgr starts",
-        "the kubelet has 800 ids of tencent.com/vcuda-core from gpu-manager",
-    )
-    running = plan_gpu_manager(GpuManagerCommand(flags=(), pid=40), NOTHING, to=TO)
-    assert running.warnings == ("gpu-manager runs (pid 40): stop it before gpumgr starts, or both allocate the same GPUs",)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_whole_plan(name: str) -> None:
+    assert text_of(PLANS[name], str(TO)) == (DATA / f"gpu-manager-{name}.txt").read_text()
 
 
-def test_pods_without_a_record_cause_a_warning() -> None:
-    """The agent offers no device while they run. A record without a GPU does not count."""
-    holders = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u3", "main"): frozenset("z")}
-    found = replace(NOTHING, records=(record("u1", 0), record("u2")), live={"u1", "u2"}, holders=holders, names={"u2": "team/b"})
-    (said,) = plan(found=found).warnings
-    assert said.startswith(
-        f"team/b (main), pod uid u3 (main) hold GPUs from gpu-manager, according to the kubelet, and {CHECKPOINT} "
-    )
-    assert (
-        "nothing until these containers have ended; check that --checkpoint names gpu-manager's file, or delete the pods" in said
-    )
-    assert plan(found=replace(found, records=(record("u1", 0), record("u2", 1), record("u3", 2)))).warnings == ()
-
-
-def test_a_daemon_set_leaves_one_node_by_its_selector_and_comes_back_by_it() -> None:
-    made = plan(daemon_set=DaemonSet())
-    assert [line.partition("    #")[0] for line in made.stop] == ["kubectl label node gpu-7 nvidia-device-enable-"]
-    assert made.rollback[-1].startswith("kubectl label node gpu-7 nvidia-device-enable=enable    #")
-    assert not any("systemctl" in line and "gpu-manager" in line.partition("#")[0] for line in (*made.stop, *made.rollback))
-
-
-def test_a_daemon_set_without_a_selector_gets_one() -> None:
-    made = plan(daemon_set=DaemonSet(namespace="gpu", name="gm", selector={}))
-    assert made.stop[0].startswith("kubectl label node OTHER_NODES gpumgr.io/gpu-manager=stays")
-    assert made.stop[1].startswith("kubectl -n gpu patch daemonset gm -p '{")
-    assert made.rollback[-1].startswith("kubectl label node gpu-7 gpumgr.io/gpu-manager=stays")
-
-
-def test_a_service_of_the_host_is_stopped_as_one() -> None:
-    made = plan()
-    assert made.stop[0].startswith("systemctl disable --now gpu-manager")
-    assert any(line.startswith("systemctl enable --now gpu-manager") for line in made.rollback)
-
-
-def test_gpumgrs_daemon_set_sees_the_checkpoint_and_comes_and_goes_by_its_own_label() -> None:
-    made = plan()
-    enable, disable = (f"kubectl label node gpu-7 gpumgr.io/node={word} --overwrite" for word in ("enable", "disable"))
-    (helm,) = (line for line in made.start if line.startswith("helm"))
-    assert "--set gpuManager.takeOver=true" in helm
-    assert "components: [config/kustomize/take-over]" in helm
-    assert made.start.index(helm) < made.start.index(enable)
-    (back,) = (line for line in made.rollback if "nvidia-device-enable=enable" in line)
-    assert made.rollback.index(disable) < made.rollback.index(back)
+def test_only_records_with_a_gpu_count() -> None:
+    found = replace(NOTHING, live={"u1"}, holders={("u1", "main"): frozenset("x")})
+    assert "does not say which" in plan(found=replace(found, records=(record("u1"),))).warnings[0]
+    assert plan(found=replace(found, records=(record("u1", 0),))).warnings == ()
 
 
 def test_commands_take_nothing_from_files_as_shell_text() -> None:
@@ -258,19 +220,3 @@ def test_commands_take_nothing_from_files_as_shell_text() -> None:
         replace(from_text("--share-mode"), daemon_set=DaemonSet(namespace=evil, name=evil, selector={})), found, to=TO
     )
     assert shlex.split(bare.stop[1])[:6] == ["kubectl", "-n", evil, "patch", "daemonset", evil]
-
-
-def test_as_text_the_steps_are_in_order() -> None:
-    text = text_of(plan("--share-mode --query-port=5679"), str(TO))
-    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    assert titles == [
-        "Pods",
-        "Differences",
-        "1. Stop",
-        f"2. {TO} (--apply writes it)",
-        "3. Start",
-        "Way back",
-        "Clean up (after this there is no way back)",
-    ]
-    assert "  http:\n    port: 5679\n" in text
-    assert "  # nothing: the defaults apply\n" in text_of(plan(), str(TO))

@@ -1,5 +1,6 @@
 """The plan for a node on which pods keep running, and the comparison afterwards."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,16 +12,17 @@ from gpumgr.common.units import Amounts
 from gpumgr.compat.hami.config import Config, read_config
 from gpumgr.compat.hami.takeover import HamiState, differences, plan_take_over, running_pods, specs
 from gpumgr.compat.objects import PodSpec, parse_object
-from gpumgr.compat.plan import Plan
-from gpumgr.kube.hami_formats import LOCK, REGISTER, RegisteredGpu, encode_register
+from gpumgr.compat.plan import Plan, text_of
+from gpumgr.kube.hami_formats import DEVICE_CORDON, LOCK, REGISTER, RegisteredGpu, encode_register
 from gpumgr.ledger.ids import GpuRegistry
 from gpumgr.ledger.ids import RegisteredGpu as OwnGpu
 from gpumgr.ledger.ledger import Allocation, Ledger
 from gpumgr.placement.requests import ReplicaRequest
 from gpumgr.settings.hami_resources import ReplicaResources
 
-from .test_hami_plan import NODE, TO, commands, config_map, pod, workload
+from .test_hami_plan import NODE, TO, UUIDS, config_map, pod, workload
 
+DATA = Path(__file__).parents[3] / "data" / "migration"
 A, B = "GPU-a", "GPU-b"
 GPU = RegisteredGpu(uuid=A, count=2, memory_mebibytes=8000, cores=100, model="NVIDIA")
 ALLOCATED = "hami.io/vgpu-devices-allocated"
@@ -53,30 +55,29 @@ def plan(*documents: dict[str, Any], **found: Any) -> Plan:
 ONE = f"{A},NVIDIA,3000,30:;"
 
 
-def test_running_pods_keep_what_hamis_scheduler_chose() -> None:
-    pair = placed("pair", f"{A},NVIDIA,1000,0:{B},NVIDIA,1000,0:;", gpu="2", gpumem="1000")
-    made = plan(node(), placed("one", ONE), pair, pod("plain"), pod("waits", phase="Pending", gpu="1"))
-    assert made.warnings == ()
-    assert made.pods == (
-        "team/one (main): keeps GPU-a (3000 MiB, 30 cores)",
-        "team/pair (main): keeps GPU-a (1000 MiB, no limit of cores), GPU-b (1000 MiB, no limit of cores)",
-    )
-    assert commands(made.stop) == ["kubectl cordon gpu-7", "kubectl label node gpu-7 gpu-"], "no pod ends"
-    assert any("--verify" in line for line in made.start)
-    assert made.settings["node.profile"] == "both"
-    assert plan(NODE).pods == ("no pod of this node has a GPU from HAMi",)
-
-
-def test_hamis_values_become_settings_and_its_plugins_label_comes_back() -> None:
+def test_the_whole_plan() -> None:
+    """Pods keep what HAMi's scheduler chose; HAMi's values become settings, and its plugin's label comes back."""
     text = "nvidia: {resourceCountName: acme.com/vgpu, deviceSplitCount: 6, deviceMemoryScaling: 1.5}"
     plugin = {"name": "device-plugin", "image": "projecthami/hami:v2.10.0"}
-    made = plan(NODE, config_map("device-config.yaml", text), workload("DaemonSet", plugin, nodeSelector={"vgpu": "yes"}))
-    assert {key: made.settings[key] for key in ("hami.count_resource", "hami.device_split_count")} == {
-        "hami.count_resource": "acme.com/vgpu",
-        "hami.device_split_count": 6,
-    }
-    assert commands(made.stop)[-1] == "kubectl label node gpu-7 vgpu-"
-    assert commands(made.rollback)[-2:] == ["kubectl label node gpu-7 vgpu=yes", "kubectl uncordon gpu-7"]
+    made = plan(
+        node(**{DEVICE_CORDON: UUIDS[0]}),
+        config_map("device-config.yaml", text),
+        workload("DaemonSet", plugin, nodeSelector={"vgpu": "yes"}),
+        placed("one", ONE, **{"acme.com/vgpu": "1"}),
+        placed("pair", f"{A},NVIDIA,1000,0:{B},NVIDIA,1000,0:;", **{"acme.com/vgpu": "2"}),
+        pod("plain"),
+        pod("waits", phase="Pending", annotations={}, **{"acme.com/vgpu": "1"}),
+        folders=[Path("/usr/local/vgpu"), Path("/tmp/vgpulock")],
+        library=(Path("/usr/local/vgpu/libvgpu.so.v2.10.0"), "ab" * 32),
+    )
+    assert text_of(made, str(TO)) == (DATA / "hami.txt").read_text()
+    bare = plan(NODE)
+    assert bare.pods == ("no pod of this node has a GPU from HAMi",)
+    assert bare.stop[1].startswith("kubectl label node gpu-7 gpu-  "), "the label that HAMi's plugin selects by default"
+    assert [line.split()[3] for line in bare.start if line.startswith("gpumgr gpu cordon")] == [*UUIDS]
+
+
+def test_a_value_that_the_settings_can_not_have_is_refused() -> None:
     with pytest.raises(SettingsError, match="device_split_count"):
         plan(NODE, config_map("device-config.yaml", "nvidia: {deviceSplitCount: 0}"))
 
