@@ -9,7 +9,7 @@ from gpumgr.agent.writer import AgentView
 from gpumgr.common.units import GpuName
 from gpumgr.ledger.gpu_share import GpuLimits
 from gpumgr.ledger.node_use import AllocationOnGpu, NodeUse
-from gpumgr.placement.devices import NodeSample
+from gpumgr.placement.devices import GpuSample, NodeSample
 
 
 class ApiQueueState(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +69,16 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     gpu_limits: Mapping[str, GpuLimits] = msgspec.field(default_factory=dict)
     vcuda_registrations: Mapping[str, int] = msgspec.field(default_factory=dict)
     mps_daemon_restarts: Mapping[str, int] = msgspec.field(default_factory=dict)
+
+    @property
+    def current_use(self) -> NodeUse:
+        """Empty while the driver does not answer, since old values would look current."""
+        return self.use if self.use is not None and self.nvml_up else NodeUse()
+
+    @property
+    def current_samples(self) -> Mapping[str, GpuSample]:
+        """UUID -> sample; empty while the driver does not answer."""
+        return self.sample.gpus if self.sample is not None and self.nvml_up else {}
 
     def unschedulable(self) -> Mapping[GpuName, str]:
         """GPU that accepts no new containers -> a word of `reasons`, or missing, quarantine or other."""

@@ -34,7 +34,7 @@ from gpumgr.ledger.gpu_share import describe_limits
 from gpumgr.ledger.history import HistoryEntry
 from gpumgr.ledger.ids import RegisteredGpu
 from gpumgr.ledger.ledger import Allocation, AllocationId, Ledger
-from gpumgr.ledger.node_use import NodeUse, UnattributedSum
+from gpumgr.ledger.node_use import UnattributedSum
 from gpumgr.placement.devices import Gpu, GpuSample, Topology
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.placement.tree import Group, build_tree, indices
@@ -42,7 +42,7 @@ from gpumgr.placement.tree import Group, build_tree, indices
 #: How many of the newest history entries the document of the node has. /api/history can return all.
 HISTORY_SHOWN: Final = 50
 
-_NO_USE: Final = NodeUse()
+_UNKNOWN: Final = UnattributedSum(processes=None, memory_bytes=None)
 _NO_SAMPLE: Final = GpuSample(uuid="")
 
 
@@ -77,7 +77,7 @@ def node_state(report: NodeReport, history: Sequence[HistoryEntry], *, clock: Ca
 
 def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> list[ContainerRow]:
     """A row for each allocation on each of its GPUs, oldest first. All allocations must be in the report's ledger."""
-    uses = (report.use if report.use and report.nvml_up else _NO_USE).containers
+    uses = report.current_use.containers
     memory = {gpu: _memory_bytes(registered, shown) for gpu, (registered, shown) in _registered(report).items()}
     return [
         container_row(
@@ -96,7 +96,7 @@ def container_rows(report: NodeReport, allocations: Iterable[Allocation]) -> lis
 def gpu_rows(report: NodeReport) -> list[GpuRow]:
     """A row for each registered GPU. A GPU that was removed from the node stays registered until an operator forgets it."""
     view, unschedulable = report.view, report.unschedulable()
-    samples = report.sample.gpus if report.sample and report.nvml_up else {}
+    samples, use = report.current_samples, report.current_use
     rows = []
     for name, (registered, shown) in _registered(report).items():
         sample = samples.get(registered.uuid, _NO_SAMPLE)
@@ -123,7 +123,7 @@ def gpu_rows(report: NodeReport) -> list[GpuRow]:
                 utilization_ratio=sample.utilization_ratio,
                 temperature_celsius=sample.temperature_celsius,
                 power_watts=sample.power_watts,
-                unattributed=_unattributed(report, name),
+                unattributed=use.gpus.get(name) or _UNKNOWN,
                 limits=report.gpu_limits.get(registered.uuid),
                 limits_excess_bytes=_limits_excess_bytes(report, registered),
             )
@@ -161,11 +161,6 @@ def _limits_excess_bytes(report: NodeReport, gpu: RegisteredGpu) -> int | None:
     away = {name for name, each in report.view.suspensions.items() if each.away}
     uses = [use for (name, place), use in report.use.containers.items() if place == gpu.name and name not in away]
     return max(0, sum(use.memory_limit_bytes or 0 for use in uses) - (gpu.memory_mebibytes << 20))
-
-
-def _unattributed(report: NodeReport, gpu: GpuName) -> UnattributedSum:
-    known = report.use.gpus.get(gpu) if report.use and report.nvml_up else None
-    return known or UnattributedSum(processes=None, memory_bytes=None)
 
 
 def _health(report: NodeReport, now: float) -> AgentHealth:

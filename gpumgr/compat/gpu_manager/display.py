@@ -40,13 +40,11 @@ def usage_message(report: NodeReport, pods: Pods) -> Message:
     "namespace/name". A container's key is its name, else its allocation's id. As in gpu-manager, init containers are listed only while they
     have a process.
     """
-    if report.use is None or not report.nvml_up:
-        return {}  # the last numbers are outdated
     ledger = report.view.ledger
     gpus = report.view.inventory.gpus(ledger.gpu_registry)
     by_pod: dict[str, list[ContainerUse]] = {}
     views: dict[str, PodView | None] = {}
-    for use in report.use.of(ledger.allocations).containers.values():
+    for use in report.current_use.of(ledger.allocations).containers.values():
         idle_init = ledger.allocations[use.allocation].init and not use.processes
         view = find_pod(pods, use.pod, use.pod_uid)
         name = view.uid if view else use.pod_uid or "/".join(use.pod or ())

@@ -57,8 +57,7 @@ def _used(report: NodeReport, ended: set[PodKey], node: str) -> Iterator[Rendere
     index_of = {gpu.uuid: gpu.index for gpu in report.view.inventory.snapshot.gpus}
     percents: dict[str, float | None] = {}
     mebibytes: dict[str, float | None] = {}
-    # While the driver does not answer, old values would look current.
-    for use in yielding_gil(report.use.containers.values() if report.use and report.nvml_up else ()):
+    for use in yielding_gil(report.current_use.containers.values()):
         allocation = allocations.get(use.allocation)
         holder = _holder(allocation) if allocation else None
         if holder is None or use.uuid not in index_of or holder[0] in ended:

@@ -50,8 +50,7 @@ def render_hami(report: NodeReport, pods: Iterable[PodView], *, node: str) -> It
     if report.nvml_up and report.sample is not None:
         yield from _on_host({at: report.sample.gpus.get(shown[name].uuid) for name, at in labels.items()})
     yield from _on_gpus(ledger, shown, labels)
-    uses = report.use.containers.values() if report.use and report.nvml_up else ()
-    yield from _in_containers(uses, ledger.allocations, shown)
+    yield from _in_containers(report.current_use.containers.values(), ledger.allocations, shown)
     yield from _of_pods(ledger, pods, node)
 
 

@@ -97,10 +97,9 @@ FAMILIES: Final = (_CORES, _MEMORY, _OVER, _KINDS, _SUSPENSION, *(family for fam
 
 def render_containers(report: NodeReport) -> Iterator[RenderedFamily]:
     yield from _held(report.view.ledger)
-    # While the driver does not answer, old values would look current.
-    use = report.use.of(report.view.ledger.allocations) if report.use and report.nvml_up else None
     granted = report.view.ledger.allocations
-    ordered = sorted(use.containers.values() if use else (), key=lambda each: granted[each.allocation].granted_at)
+    uses = report.current_use.of(granted).containers.values()
+    ordered = sorted(uses, key=lambda each: granted[each.allocation].granted_at)
     named = [(_labels(each), each) for each in yielding_gil(ordered)]
     for family, read in _READINGS:
         yield render(family, _series(named, read))

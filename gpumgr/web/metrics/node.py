@@ -13,7 +13,7 @@ from gpumgr.common.prometheus_text import Family, RenderedFamily, counter, gauge
 from gpumgr.common.units import CORES_PER_GPU, ratio
 from gpumgr.ledger.ledger import Ledger, current_shares, granted_mebibytes
 from gpumgr.ledger.node_use import UnattributedSum
-from gpumgr.placement.devices import GpuSample, NodeSample
+from gpumgr.placement.devices import GpuSample
 
 #: Values of a family's labels, in the order of the labels.
 Values = tuple[str, ...]
@@ -90,15 +90,13 @@ _OF_GPUS: Final = (
 def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
     """Yields all families, also without series. `node` is the Kubernetes node's name."""
     yield from render_all(_hardware(report, node))
-    # While the driver does not answer, old values would look current.
-    sample = report.sample if report.sample and report.nvml_up else NodeSample()
     for family, read in _SAMPLED:
-        yield from render_all({family: _by({uuid: read(gpu) for uuid, gpu in sample.gpus.items()})})
+        yield from render_all({family: _by({uuid: read(gpu) for uuid, gpu in report.current_samples.items()})})
     yield from render_all(_healthy(report))
     yield from render_all(_allocated(report.view.ledger))
-    uses, registered = report.use.gpus if report.use and report.nvml_up else {}, report.view.ledger.gpu_registry.by_name
+    registered = report.view.ledger.gpu_registry.by_name
     for unaccounted, count in _UNACCOUNTED:
-        values = {registered[gpu].uuid: count(use) for gpu, use in uses.items() if gpu in registered}
+        values = {registered[gpu].uuid: count(use) for gpu, use in report.current_use.gpus.items() if gpu in registered}
         yield from render_all({unaccounted: _by(values)})
 
 
