@@ -27,7 +27,7 @@ from gpumgr.common.log import set_level
 from gpumgr.common.proc import HostProcesses
 from gpumgr.common.rpc.unix_server import LinkState
 from gpumgr.common.units import DRA_DRIVER
-from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
+from gpumgr.compat.gpu_manager.display import DisplayServer
 from gpumgr.compat.gpu_manager.running_pods import TakeOver
 from gpumgr.driver import Hardware
 from gpumgr.driver.hardware_events import HardwareEvents
@@ -327,8 +327,8 @@ class Components:
         )
 
     def _make_display(self) -> DisplayServer:
-        display = GpuDisplay(graph=lambda: graph_text(self.read_model.view()), usage=self.read_model.usage, version=__version__)
-        return DisplayServer(self.settings.display.socket, display)
+        graph, usage = (lambda: graph_text(self.read_model.view())), self.read_model.usage
+        return DisplayServer(self.settings.display.socket, graph=graph, usage=usage, version=__version__)
 
     # -- callbacks ---------------------------------------------------------------------------------------------------------
 

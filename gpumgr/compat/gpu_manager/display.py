@@ -115,22 +115,6 @@ SERVICE: Final = "/display.GPUDisplay/"
 _BACKLOG: Final = 64
 
 
-class GpuDisplay:
-    def __init__(self, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
-        """`graph` returns the topology's tree as text, `usage` the result of `usage_message`. The service calls both on the event loop."""
-        self._graph, self._usage, self._version = graph, usage, version
-
-    def __mapping__(self) -> dict[str, Method]:
-        answers: dict[str, Callable[[], object]] = {
-            "PrintGraph": lambda: GraphResponse(graph=self._graph()),
-            "PrintUsages": lambda: UsageResponse().from_dict(self._usage()),
-            "Version": lambda: VersionResponse(version=self._version),
-        }
-        return {
-            SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, bytes, object) for rpc, answer in answers.items()
-        }
-
-
 def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
     async def serve(stream: Any) -> None:
         await receive(stream)
@@ -140,13 +124,27 @@ def _serving(answer: Callable[[], object]) -> Callable[[Any], Awaitable[None]]:
 
 
 class DisplayServer:
-    """Serves `display` on the unix socket `path`, once. Create it inside the event loop. Only root may connect, because the answers name
-    every pod on the node."""
+    """The service on the unix socket `path`, once. Create it inside the event loop. Only root may connect, because the answers name every
+    pod on the node.
 
-    def __init__(self, path: Path, display: GpuDisplay) -> None:
+    `graph` returns the topology's tree as text, `usage` the result of `usage_message`; both are called on the event loop.
+    """
+
+    def __init__(self, path: Path, *, graph: Callable[[], str], usage: Callable[[], Mapping[str, Any]], version: str) -> None:
         self.path: Final = path
-        self._server = DrainingServer([display])
+        self._answers: dict[str, Callable[[], object]] = {
+            "PrintGraph": lambda: GraphResponse(graph=graph()),
+            "PrintUsages": lambda: UsageResponse().from_dict(usage()),
+            "Version": lambda: VersionResponse(version=version),
+        }
+        self._server = DrainingServer([self])
         self._socket = UnixSocket(path)
+
+    def __mapping__(self) -> dict[str, Method]:
+        return {
+            SERVICE + rpc: Method(_serving(answer), Cardinality.UNARY_UNARY, bytes, object)
+            for rpc, answer in self._answers.items()
+        }
 
     async def start(self) -> bool:
         """Returns False, with a warning in the log, if it can't listen; the agent then runs without it. Replaces an abandoned socket."""

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from gpumgr.compat.gpu_manager.display import DisplayServer, GpuDisplay
+from gpumgr.compat.gpu_manager.display import DisplayServer
 from tests.display_api import Empty, as_json, display_services, golden
 
 
 def server_at(path: Path, *, version: str = "1.2.3") -> DisplayServer:
-    return DisplayServer(path, GpuDisplay(graph=lambda: golden("graph")["graph"], usage=lambda: golden("usage"), version=version))
+    return DisplayServer(path, graph=lambda: golden("graph")["graph"], usage=lambda: golden("usage"), version=version)
 
 
 @asynccontextmanager
