@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 
 from gpumgr.cli.examination import CheckResult, aside, error, error_of, ok, skipped, warning
 from gpumgr.common.errors import GpumgrError
-from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version
 from gpumgr.driver.driver import Nvml
 from gpumgr.ledger.answer import CONTROL_NODES, WSL_NODE
 from gpumgr.ledger.node import NO_MEMORY
@@ -21,6 +20,9 @@ IF_HUNG: Final = (
     "look at `dmesg | grep -i -e nvrm -e xid`; a driver that hangs for good needs a reboot of the drained node, a slow one needs "
     "nvidia-persistenced"
 )
+
+#: The driver's version, in the text of /proc/driver/nvidia/version.
+_VERSION: Final = re.compile(r"^NVRM version:.*?([0-9]+(?:\.[0-9]+)+)", re.MULTILINE)
 
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> Ch
         text = file.read_text(errors="replace")
     except OSError:
         return error(f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
-    shown = parse_proc_version(text) or text.partition("\n")[0].strip()
+    found = _VERSION.search(text)
+    shown = found[1] if found else text.partition("\n")[0].strip()
     if "nvidia-uvm" not in (proc_root / "devices").read_text(errors="replace").split():
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)

@@ -23,7 +23,6 @@ from gpumgr.compat.gpu_manager.driver_files.volumes import (
     REPLACED_LIBRARIES,
     SHARE,
     SHIM,
-    VERSION_NUMBER,
     WHOLE,
     Overlay,
     Source,
@@ -40,9 +39,6 @@ _DEFAULT_WHOLE_DIR: Final = ContainerSettings().driver_whole_dir
 _GRACE_SECONDS: Final = 600.0
 #: Finds the mirror's version (a folder's name) in the root of a mount, as mountinfo shows it.
 _VERSION: Final = re.compile(rf"/{re.escape(VERSIONS)}/([^/\s]+)")
-#: libcuda-control.so uses the first dotted number of this line as the suffix of the libraries that it loads.
-_PROC_VERSION: Final = re.compile(rf"^NVRM version:.*?({VERSION_NUMBER})", re.MULTILINE)
-
 _log = structlog.get_logger(__name__)
 
 
@@ -195,12 +191,6 @@ def locate(volume_conf: Path, roots: Sequence[Path], driver_version: str) -> Pat
     """The first of `roots` that has this driver's files. Raises DriverFilesError, SettingsError, OSError."""
     volumes = load(volume_conf).volumes
     return find_driver(roots, volumes, machine=_MACHINE, driver_version=driver_version).root
-
-
-def parse_proc_version(text: str) -> str | None:
-    """The driver's version in the text of /proc/driver/nvidia/version, or None."""
-    found = _PROC_VERSION.search(text)
-    return found[1] if found else None
 
 
 def _supplied(path: Path, name: str, setting: str) -> Source:

@@ -132,8 +132,7 @@ REPLACED_LIBRARIES: Final = ("libcuda", "libnvidia-ml")
 COMPANION: Final = {"x86-64": "i386", "aarch64": "arm"}
 
 #: A driver's version: two or three numbers ("418.67", "535.54.03").
-VERSION_NUMBER: Final = r"[0-9]+(?:\.[0-9]+)+"
-_VERSION_IN_NAME: Final = re.compile(rf"\.so\.({VERSION_NUMBER})$")
+_VERSION_IN_NAME: Final = re.compile(r"\.so\.([0-9]+(?:\.[0-9]+)+)$")
 _VERSION_DIGITS: Final = 32
 _MAX_NAME_LENGTH: Final = 255
 _TRAILING_NUMBERS: Final = re.compile(r"(\.[0-9]+)+$")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumgr.compat.gpu_manager.driver_files.discovery import CacheEntry, parse_cache, resolve
-from gpumgr.compat.gpu_manager.driver_files.manager import parse_proc_version, versions_in_use
+from gpumgr.compat.gpu_manager.driver_files.manager import versions_in_use
 
 TEXT = """12 libs found in cache `/etc/ld.so.cache'
 \tlibcuda.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libcuda.so.1
@@ -46,27 +46,6 @@ def test_links_lead_back_into_the_root(tmp_path: Path) -> None:
         assert resolve(root, f"/lib/{name}") == real
     for name in ("out", "loop", "none", ".", "libcuda.so.535/x"):
         assert resolve(root, f"/lib/{name}") is None
-
-
-CLOSED = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021
-GCC version:  gcc version 9.4.0 (Ubuntu 9.4.0-1ubuntu1~20.04.1)
-"""
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build  (dvs-builder@U22)  Sun Jul 27\n"
-OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  418.67  Sat Apr  6 03:07:24 CDT 2019\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (CLOSED, "470.82.01"),
-        (OPEN, "580.65.06"),
-        (OLD, "418.67"),
-        ("GCC version: 9.4.0\n", None),
-        ("NVRM version: x86_64\n", None),
-    ],
-)
-def test_of_the_kernel_module(text: str, version: str | None) -> None:
-    assert parse_proc_version(text) == version
 
 
 LINES = """22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
