@@ -1,9 +1,13 @@
-"""The Helm chart as helm renders it, and what is made from it and from the settings.
+"""The Helm chart as helm renders it, and the files that are generated from it and from the settings.
 
-`python -m tools.chart` rewrites what is generated: the kustomize base, which is the chart's default rendering; the components that
-make it what the chart is with gpuManager.takeOver, and with settings.node.mode dra; of values.schema.json what the agent's settings are
-and which values can't be missing; and the chart's list of the settings that a running agent takes. The tests prove that all are up to
-date.
+`python -m tools.chart` writes these files:
+
+* the kustomize base, which is the chart rendered with its default values;
+* the kustomize components for gpuManager.takeOver and for settings.node.mode dra: each adds to the base what the value adds to the chart;
+* values.schema.json: the part `settings`, and the required values;
+* the chart's list of the settings that take effect without a restart of the agent.
+
+The tests check that all of them are up to date.
 """
 
 import json
@@ -20,7 +24,7 @@ from gpumgr.settings.schema import is_live, sections
 from tests.e2e.build import build
 from tools import PROJECT
 
-#: What JSON or YAML holds.
+#: An object of JSON or YAML.
 Json = dict[str, Any]
 
 CHART: Final = PROJECT / "config" / "helm" / "gpumgr"
@@ -32,23 +36,23 @@ LIVE: Final = CHART / "files" / "live.yaml"
 NAMESPACE: Final = "kube-system"
 
 _SOURCE: Final = re.compile(r"^# Source: gpumgr/templates/(\S+)\n", re.MULTILINE)
-#: Helm's own, which say nothing where kustomize is at work; a sum of the settings that overlays would make a lie.
+#: Labels of Helm, which mean nothing with kustomize, and the checksum of the settings, which is wrong if an overlay changes them.
 _OF_HELM: Final = re.compile(
     r"^ *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n|^ *annotations:\n *checksum/config: .*\n", re.MULTILINE
 )
 _HEAD: Final = (
     "# Made from the chart in config/helm/gpumgr by `python -m tools.chart`; change that, or patch this in an overlay.\n"
 )
-#: Values that may be null as a whole: no limits, no class, and what an update with OnDelete has no use for.
+#: Values that may be null: no limits, no priority class, and rollingUpdate, which an update with OnDelete does not use.
 _MAY_BE_MISSING: Final = ("resources", "priorityClassName", "rollingUpdate")
 
 
 class HelmError(Exception):
-    """helm said no; the message is what it printed."""
+    """helm failed. The message is what it printed."""
 
 
 def helm(*arguments: str | Path, stdin: str | None = None) -> str:
-    """Runs helm and answers what it printed; HelmError otherwise."""
+    """Runs helm and returns what it printed. Raises HelmError."""
     program = build() / "helm" / "helm"
     done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, input=stdin)
     if done.returncode != 0:
@@ -57,12 +61,12 @@ def helm(*arguments: str | Path, stdin: str | None = None) -> str:
 
 
 def render(values: Mapping[str, Any] | None = None, *flags: str, chart: Path = CHART, release: str = "gpumgr") -> str:
-    """What `helm template` makes of the chart with these values over its own. Raises HelmError."""
+    """The output of `helm template` for the chart. `values` override the chart's values. Raises HelmError."""
     return helm("template", release, chart, f"--namespace={NAMESPACE}", "--values=-", *flags, stdin=json.dumps(values or {}))
 
 
 def objects(text: str) -> dict[tuple[str, str], Json]:
-    """(kind, name) -> object, of a stream of YAML documents."""
+    """(kind, name) -> object, from a stream of YAML documents."""
     return {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text) if each}
 
 
@@ -73,13 +77,13 @@ def daemonset(text: str) -> Json:
 
 
 def pod_spec(text: str) -> Json:
-    """What the DaemonSet's pods are."""
+    """The spec of the DaemonSet's pods."""
     spec: Json = daemonset(text)["spec"]["template"]["spec"]
     return spec
 
 
 def agent_container(text: str) -> Json:
-    """The one container of its pods."""
+    """The only container of the DaemonSet's pods."""
     container: Json
     (container,) = pod_spec(text)["containers"]
     return container
@@ -93,7 +97,7 @@ def settings_file(text: str) -> str:
 
 
 def base_files() -> dict[str, str]:
-    """Name -> text of every file of the kustomize base: a file for each template, its documents in their order."""
+    """Name -> text of each file of the kustomize base. A template becomes one file, with its documents in their order."""
     parts = _SOURCE.split(_OF_HELM.sub("", render()))[1:]
     files: dict[str, str] = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
@@ -104,17 +108,17 @@ def base_files() -> dict[str, str]:
 
 
 def take_over_files() -> dict[str, str]:
-    """Name -> text of every file of the component: to the base it adds what gpuManager.takeOver adds to the chart."""
+    """Name -> text of each file of the component that adds to the base what gpuManager.takeOver adds to the chart."""
     return _component({"gpuManager": {"takeOver": True}})
 
 
 def dra_files() -> dict[str, str]:
-    """Name -> text of every file of the component: to the base it adds what settings.node.mode dra adds to the chart."""
+    """Name -> text of each file of the component that adds to the base what settings.node.mode dra adds to the chart."""
     return _component({"settings": {"node": {"mode": "dra"}}})
 
 
 def _component(values: Json) -> dict[str, str]:
-    """Name -> text of the files: what the DaemonSet has further, the changed parts of other objects, and further objects."""
+    """Name -> text of the files: patches of the DaemonSet and of other changed objects, and the added objects."""
     plain, wanted = (_OF_HELM.sub("", render(each)) for each in ({}, values))
     before, after = objects(plain), objects(wanted)
     files: dict[str, Json] = {}
@@ -180,13 +184,13 @@ def _or_null(kind: Any) -> Json:
 
 
 def _require(schema: Json, defaults: Json) -> None:
-    """Says of each block which of its values can't be missing. Helm takes a value that is null away with its default, and the
-    templates would meet nothing where they look."""
+    """Lists the required values of each block in the schema. For a value that is null, Helm also removes the default, so a template that
+    reads the value would fail."""
     required = []
     for key, default in defaults.items():
         kind = schema["properties"][key]
         is_block = "properties" in kind
-        if is_block and key != "settings":  # each of the agent's may be missing, which means its default
+        if is_block and key != "settings":  # a missing setting of the agent has its default
             _require(kind, default)
         may_be_empty = default == "" or (kind.get("type") in ("array", "object") and not is_block)
         if not may_be_empty and key not in _MAY_BE_MISSING:
@@ -197,7 +201,7 @@ def _require(schema: Json, defaults: Json) -> None:
 
 
 def schema_text() -> str:
-    """values.schema.json with its part `settings` and what each block requires as it should be."""
+    """values.schema.json with the current part `settings` and the current required values."""
     schema = json.loads(SCHEMA.read_text())
     schema["properties"]["settings"] = settings_schema()
     _require(schema, yaml.safe_load((CHART / "values.yaml").read_text()))
@@ -212,7 +216,7 @@ def live_text() -> str:
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """Every generated file with its text. The chart must be able to be rendered, so what it is made of comes first."""
+    """Each generated file with its text. The files of the chart are first, because the others are rendered from it."""
     yield SCHEMA, schema_text()
     yield LIVE, live_text()
     for name, text in base_files().items():

@@ -1,5 +1,5 @@
 """Finds functions of CUDA's driver that the limiter does not know: `python -m tools.cuda_functions cuda.h`, with the header of a new CUDA,
-prints them and fails. Each one that starts work on a GPU or takes its memory gets a hook (hooks.h); the others belong into the list
+prints them and fails. Add a hook (hooks.h) for each function that starts work on a GPU or takes its memory, and list the others in
 cuda_functions.txt.
 """
 
@@ -23,8 +23,8 @@ _TABLE: Final = """
 
 
 def unknown(header: str) -> list[str]:
-    """The functions that `header`, the text of a cuda.h, declares and that have neither a hook nor an entry in the list; also versions of
-    hooked functions that have no hook."""
+    """The functions that `header`, the text of a cuda.h, declares, and that have neither a hook nor an entry in the list. A version of a
+    hooked function needs a hook of its own."""
     command = ["cc", "-E", "-P", f"-I{SOURCES}", "-x", "c", "-"]
     table = subprocess.run(command, input=_TABLE, check=True, capture_output=True, text=True).stdout
     hooks = re.findall(r'HOOKED "(\w+)" (\w+)', table)

@@ -1,7 +1,7 @@
 """Compiles the limiter's C parts: `python -m tools.limiter` puts both libraries, for each architecture that has a compiler here, into
 the source tree, where the package looks for them. A build of the package does the same (the build hook of pyproject.toml).
 
-This is the only place that knows the compiler's command; the tests compile with it, too.
+Only this module knows the compiler's command. The tests use it too.
 """
 
 import os
@@ -18,14 +18,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _PROJECT: Final = Path(__file__).resolve().parents[1]
 SOURCES: Final = _PROJECT / "gpumgr" / "enforcement" / "limiter"
-#: As `uname -m` says them; the cross compilers' names begin with them.
+#: The names that `uname -m` prints. The names of the cross compilers begin with them.
 ARCHITECTURES: Final = ("x86_64", "aarch64")
 ARBITER: Final = "libgpumgr-arbiter.so"
 LIBRARY: Final = "libgpumgr.so"
 
 SHARED: Final = ("-fPIC", "-shared", "-fvisibility=hidden")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", f"-ffile-prefix-map={_PROJECT}=.")
-#: What glibc before 2.34 has beside libc (old_glibc.h); newer ones have these libraries for old programs.
+#: Functions that glibc before 2.34 has in libraries beside libc (old_glibc.h). Newer versions keep these libraries for old programs.
 _OLD_LIBRARIES: Final = {
     "libdl.so.2": ("dlopen", "dlvsym", "dladdr"),
     "libpthread.so.0": ("pthread_create", "pthread_detach", "pthread_once", "pthread_key_create", "pthread_setspecific"),
@@ -35,7 +35,7 @@ _LINKS: Final[Mapping[str, Sequence[str]]] = {LIBRARY: ("-Wl,-z,defs", "-Wl,--no
 
 
 def compiler(architecture: str) -> list[str] | None:
-    """The command of the compiler that makes programs for this architecture, or None: there is none here."""
+    """The command of the compiler for this architecture; None if it is not installed."""
     native = architecture == platform.machine()
     command = os.environ.get("CC", "cc").split() if native else [f"{architecture}-linux-gnu-gcc"]
     return command if shutil.which(command[0]) else None
@@ -44,7 +44,7 @@ def compiler(architecture: str) -> list[str] | None:
 def compile_program(
     out: Path, sources: Sequence[Path], options: Sequence[str] = (), command: Sequence[str] | None = None
 ) -> None:
-    """Compiles `sources` into the program or library `out`. `command`: of another compiler than this machine's (`compiler`).
+    """Compiles `sources` into the program or library `out`. `command` is the compiler (default: this machine's, see `compiler`).
 
     Raises CalledProcessError; the compiler's messages are on stderr.
     """
@@ -56,7 +56,7 @@ def compile_library(name: str, folder: Path, options: Sequence[str] = (), comman
     """Compiles one of our libraries into `folder`."""
     arbiter = SOURCES / "arbiter.c"
     sources = [arbiter] if name == ARBITER else [*(path for path in sorted(SOURCES.glob("*.[cS]")) if path != arbiter)]
-    # The sanitizers' libraries define some of the functions, too; with both the linker makes a library that can't be loaded.
+    # The sanitizers' libraries define some of these functions too. Linked with both, the library can't be loaded.
     old_glibc = name == LIBRARY and not any(option.startswith("-fsanitize") for option in options)
     with tempfile.TemporaryDirectory() as scratch:
         old = _old_libraries(Path(scratch), command) if old_glibc else []
@@ -64,8 +64,8 @@ def compile_library(name: str, folder: Path, options: Sequence[str] = (), comman
 
 
 def _old_libraries(folder: Path, command: Sequence[str] | None) -> list[Path]:
-    """Libraries to link with, which have the names and functions of the old glibc's: its loader looks for a function in the library with
-    which the linker found it, and nowhere behind it."""
+    """Libraries to link with, which have the names and functions of the old glibc's libraries. The loader looks for a function only in the
+    library in which the linker found it."""
     architecture = next((each for each in ARCHITECTURES if command and command[0].startswith(each)), platform.machine())
     libraries = []
     for name, functions in _OLD_LIBRARIES.items():
@@ -83,20 +83,20 @@ def _old_libraries(folder: Path, command: Sequence[str] | None) -> list[Path]:
 
 
 def build() -> list[str]:
-    """Puts the libraries as they are shipped into the source tree's package; the architectures without a compiler."""
+    """Compiles the shipped libraries into the package in the source tree. Returns the architectures without a compiler."""
     lacking = []
     for architecture in ARCHITECTURES:
         folder = SOURCES / "lib" / architecture
         command = compiler(architecture)
         if command is None:
             lacking.append(architecture)
-            shutil.rmtree(folder, ignore_errors=True)  # what was built before may be outdated
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier build may be outdated
             continue
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             for name in _LINKS:
                 compile_library(name, Path(scratch), ("-s",), command)
-                # At once: a program that has the old file open keeps it, and another build may run.
+                # The file is replaced atomically: a program keeps the old file that it has open, and another build may run.
                 fresh = shutil.copy(Path(scratch) / name, folder / f".{name}.{os.getpid()}")
                 os.replace(fresh, folder / name)
     return lacking
@@ -111,7 +111,7 @@ def _lack(architectures: Sequence[str]) -> str:
 
 
 class Hook(BuildHookInterface[Any]):
-    """Hatchling's: compiles before the package's files are collected. An editable installation goes on without a compiler."""
+    """Hatchling calls it before it collects the package's files. An editable installation needs no compiler."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 (the interface)
         lacking = build()

@@ -1,11 +1,10 @@
-"""What the agent is made of besides itself: `python -m tools.sbom` (make sbom) writes two files into build/.
+"""The packages that the agent needs at run time: `python -m tools.sbom` (make sbom) writes two files into build/.
 
-sbom.cdx.json    a CycloneDX 1.6 bill of materials: every package at run time with version, licence, hashes and what it needs in turn
-licenses.txt     the same packages with their licences, and the licences' texts as the packages ship them
+sbom.cdx.json    a CycloneDX 1.6 bill of materials: each package with its version, licence, hashes and dependencies
+licenses.txt     the same packages with their licences, and the texts of the licences as the packages ship them
 
-Only what runs on a node: development's tools are not in it. Versions and hashes are those of requirements.lock, licences and needs those
-of the installed packages, so the environment must be the lock's. The same lock makes the same files: they have no date unless
-SOURCE_DATE_EPOCH gives one.
+Tools of development are left out. Versions and hashes are read from requirements.lock, licences and dependencies from the installed
+packages, so the environment must match the lock. The same lock gives the same files: they have no date unless SOURCE_DATE_EPOCH is set.
 """
 
 import json
@@ -28,15 +27,15 @@ LOCK: Final = PROJECT / "requirements.lock"
 OURS: Final = "gpumgr"
 OUR_LICENSE: Final = "Apache-2.0"
 
-#: SPDX ids that ask for no more than that notices are kept.
+#: SPDX ids of licences that only require that notices are kept.
 PERMISSIVE: Final = frozenset({"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "PSF-2.0", "Zlib"})
-#: All that a package may say here.
+#: All licences that a package may have.
 KNOWN: Final = PERMISSIVE | {"MPL-2.0"}
-#: Packages of others than permissive licences that are accepted, and why.
+#: Accepted packages with licences that are not permissive, and why they are accepted.
 ACCEPTED: Final[Mapping[str, str]] = {
     "certifi": "MPL-2.0: a list of certificates, shipped unchanged; its licence ends at its own files"
 }
-#: What metadata that are older than SPDX expressions say -> the id.
+#: Licence in metadata older than SPDX expressions -> SPDX id.
 _SAID: Final[Mapping[str, str]] = {
     "Apache 2.0": "Apache-2.0",
     "License :: OSI Approved :: Apache Software License": "Apache-2.0",
@@ -45,14 +44,14 @@ _SAID: Final[Mapping[str, str]] = {
     "License :: OSI Approved :: Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "License :: OSI Approved :: Python Software Foundation License": "PSF-2.0",
 }
-#: Read by hand where metadata are vague: dateutil's licence file puts all of it under the BSD licence, the newer parts under Apache's, too.
+#: Licences of packages with vague metadata, read by hand. All of dateutil is under the BSD licence, its newer parts also under Apache's.
 _READ: Final[Mapping[str, str]] = {"nvidia-ml-py": "BSD-3-Clause", "python-dateutil": "BSD-3-Clause"}
 _LICENSE_FILE: Final = re.compile(r"(licen[cs]e|copying|notice)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """One package of a lock. `hashes` are "sha256:...", of all files that an index has of this version."""
+    """One package of a lock. `hashes` ("sha256:...") are the hashes of all files of this version in the index."""
 
     name: NormalizedName
     version: str
@@ -61,7 +60,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A pin with what its installed files say. `license` is an SPDX expression, `needs` the packages that it asks for here."""
+    """A pin with metadata of the installed package. `license` is an SPDX expression, `needs` are its dependencies on this machine."""
 
     pin: Pin
     license: str
@@ -69,7 +68,7 @@ class Package:
 
 
 def pins(text: str) -> dict[NormalizedName, Pin]:
-    """All pins of a lock with hashes, as uv and pip-compile write them."""
+    """All pins of a lock that uv or pip-compile wrote with hashes."""
     lines = text.replace("\\\n", " ").splitlines()
     return {pin.name: pin for pin in map(_pin, filter(_is_pin, lines))}
 
@@ -85,14 +84,14 @@ def _pin(line: str) -> Pin:
 
 
 def needs(name: str, extras: Collection[str] = ("",)) -> tuple[NormalizedName, ...]:
-    """What an installed package asks for, on this machine and by its markers."""
+    """The dependencies of an installed package on this machine, by its markers."""
     asked = map(Requirement, distribution(name).requires or ())
     wanted = [each for each in asked if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras)]
     return tuple(sorted(canonicalize_name(each.name) for each in wanted))
 
 
 def at_run_time() -> tuple[NormalizedName, ...]:
-    """All that the agent leads to, without itself."""
+    """The direct and indirect dependencies of gpumgr."""
     found: dict[NormalizedName, None] = {}
     waiting = list(needs(OURS))
     while waiting:
@@ -104,7 +103,7 @@ def at_run_time() -> tuple[NormalizedName, ...]:
 
 
 def license_of(name: str) -> str:
-    """An SPDX expression. Raises LookupError if the package says nothing that is known."""
+    """An SPDX expression. Raises LookupError if the package names no known licence."""
     metadata = distribution(name).metadata
     named: list[str] = [
         *metadata.get_all("License-Expression", []),
@@ -120,7 +119,7 @@ def license_of(name: str) -> str:
 
 
 def is_permissive(expression: str) -> bool:
-    """Whether every licence that it names is."""
+    """Whether all licences in the expression are permissive."""
     return PERMISSIVE.issuperset(_ids(expression))
 
 
@@ -130,7 +129,7 @@ def _ids(expression: str) -> set[str]:
 
 
 def packages(lock: str) -> tuple[Package, ...]:
-    """What runs on a node, by name. Raises KeyError for a package that the lock lacks."""
+    """The packages of `at_run_time`, by name. Raises KeyError for a package that the lock lacks."""
     locked = pins(lock)
     return tuple(Package(pin=locked[name], license=license_of(name), needs=needs(name)) for name in at_run_time())
 
@@ -160,7 +159,7 @@ def sbom(made_of: Sequence[Package], *, version: str, made_at: datetime | None) 
     }
     if made_at is not None:
         document["metadata"] = {"timestamp": made_at.strftime("%Y-%m-%dT%H:%M:%SZ"), "component": me}
-    # The same contents have the same number.
+    # The same content gives the same serial number.
     return document | {"serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document, sort_keys=True)).urn}
 
 
@@ -193,7 +192,7 @@ def license_list(made_of: Sequence[Package]) -> str:
 
 
 def _texts(name: str) -> Iterator[str]:
-    """The text of the licence files in the package's metadata; where it ships none, what there is instead."""
+    """The texts of the licence files in the package's metadata, or a sentence if it ships none."""
     found: Distribution = distribution(name)
     files = [file for file in found.files or () if ".dist-info" in str(file) and _LICENSE_FILE.match(file.name)]
     for file in files:

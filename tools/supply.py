@@ -1,7 +1,7 @@
 """Checks the installed packages and the locks: `python -m tools.supply` (make supply-check) prints every problem; exit status 1 if any.
 
-Every package that the agent runs on is locked by hash, installed in the locked version, unaltered, and under a licence that is
-permissive or accepted by name; both locks name no index; requirements.lock holds what pyproject.toml asks for.
+Each package that the agent needs must be locked by hash, be installed in the locked version, be unaltered, and have a licence that is
+permissive or accepted by name. Neither lock may name an index. requirements.lock must satisfy pyproject.toml.
 """
 
 import base64
@@ -27,7 +27,7 @@ _SHA256: Final = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def problems() -> Iterator[str]:
-    """One sentence each."""
+    """Yields a sentence for each problem."""
     text, image_text = LOCK.read_text(encoding="utf-8"), IMAGE_LOCK.read_text(encoding="utf-8")
     locked, names = pins(text), at_run_time()
     yield from lock_problems(text)
@@ -42,7 +42,7 @@ def problems() -> Iterator[str]:
 
 
 def lock_problems(text: str) -> Iterator[str]:
-    """Findings in the text of a lock alone."""
+    """Yields the problems of a lock's text."""
     for pin in pins(text).values():
         if not pin.hashes or not all(map(_SHA256.fullmatch, pin.hashes)):
             yield f"{pin.name} is not locked by SHA-256"
@@ -52,7 +52,7 @@ def lock_problems(text: str) -> Iterator[str]:
 
 
 def request_problems(project: Mapping[str, Any], locked: Mapping[NormalizedName, Pin]) -> Iterator[str]:
-    """`project` is the table of that name in pyproject.toml."""
+    """`project` is the table `project` of pyproject.toml."""
     for requirement in map(Requirement, (*project["dependencies"], *project["optional-dependencies"]["dev"])):
         pin = locked.get(canonicalize_name(requirement.name))
         if pin is None or not requirement.specifier.contains(pin.version, prereleases=True):
@@ -60,7 +60,7 @@ def request_problems(project: Mapping[str, Any], locked: Mapping[NormalizedName,
 
 
 def package_problems(name: str, pin: Pin | None) -> Iterator[str]:
-    """Findings about an installed package. `pin` None: it is not locked."""
+    """Yields the problems of an installed package. `pin` None: the package is not locked."""
     if pin is None or version(name) != pin.version:
         yield f"{name} {version(name)} is installed, {pin and pin.version} is locked"
     for file in altered(name):
@@ -75,7 +75,7 @@ def package_problems(name: str, pin: Pin | None) -> Iterator[str]:
 
 
 def altered(name: str) -> Iterator[str]:
-    """Files of an installed package that are not what its wheel held: missing, or of another hash."""
+    """Yields the files of an installed package that are missing or have another hash than in its wheel."""
     package = distribution(name)
     # RECORD itself: `files` of a distribution leaves out missing files since Python 3.12.
     for file, recorded_hash, _ in csv.reader((package.read_text("RECORD") or "").splitlines()):

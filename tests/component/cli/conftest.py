@@ -16,14 +16,14 @@ from .process import Process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command ended, and what it printed."""
+    """The exit code of a command, and its output."""
 
     code: int
     out: str
     err: str
 
     def failed(self, code: int, *words: str) -> None:
-        """It printed nothing but an error, which has these words."""
+        """Checks that the command printed only an error with these words."""
         assert (self.code, self.out) == (code, "")
         for each in words:
             assert each in self.err

@@ -26,7 +26,7 @@ async def reasons(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_the_socket_of_the_settings_is_used(reasons: list[str], socket: Path, folder: Path, gpumgr_command: Gpumgr) -> None:
-    """Which may say of address, port and TLS what they want."""
+    """The address, the port and TLS do not matter."""
     (folder / "gpumgr.yaml").write_text(f"http: {{socket: {socket}, port: 1}}\n")
     ended = await gpumgr_command("healthy")
     assert (ended.code, json.loads(ended.out)["status"]) == (0, "ok")

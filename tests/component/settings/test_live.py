@@ -73,7 +73,7 @@ async def following(path: Path, *, meanwhile: str | None = None, read_seconds: f
 
 
 def replace(path: Path, text: str) -> None:
-    """As careful editors do."""
+    """Writes a new file and renames it, as many editors do."""
     new = path.with_name("new")
     new.write_text(text)
     new.rename(path)
@@ -145,7 +145,7 @@ async def test_a_file_system_that_hangs_is_reported_once_and_the_file_is_read_wh
             await asyncio.sleep(0.1)
             why = f"{path} can't be read: its file system gives no answer"
             assert it.told == [("rejected", f"the previous settings stay in effect: {why}")]
-            assert [line["reason"] for line in lines] == [why] * 2  # who asks is answered
+            assert [line["reason"] for line in lines] == [why] * 2  # a request is always answered in the log
             it.answers.set()
             await until(lambda: len(it.told) == 2)
             assert it.told[1] == ("reloaded", "applied: placement.policy")
