@@ -22,7 +22,8 @@ from gpumgr.ledger.node_use import Container
 from gpumgr.node.node_enforcement import NodeEnforcement
 from gpumgr.placement.pods import ClaimUse, PodView
 from gpumgr.settings import Settings
-from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings
+from gpumgr.settings.profile import hami_core_library
+from gpumgr.settings.schema import CheckpointSettings, ContainerSettings, CriSettings, EnforcementSettings, HamiCoreSettings
 from tests.allocations import allocated
 from tests.component.runtime.accounting.node import MemoryRuntime
 from tests.component.stage.stage import snapshot
@@ -72,10 +73,8 @@ async def test_an_installed_library_is_given_to_new_containers_without_a_restart
         )
         return found
 
-    (tmp_path / "lib").mkdir()
     for digit in "ab":
-        (tmp_path / "lib" / "libvgpu.so").unlink(missing_ok=True)
-        (tmp_path / "lib" / "libvgpu.so").symlink_to(f"{digit * 64}/libvgpu.so")
+        install(tmp_path, f"{digit * 64}/libvgpu.so")
         await enforcement._choose()
         assert mounted() == str(tmp_path / "lib" / (digit * 64) / "libvgpu.so")
         assert f"can't read the library {mounted()}" in (await hami_core.unavailable() or "")
@@ -175,3 +174,37 @@ async def test_the_mps_clients_of_a_pod_that_is_about_to_end_are_those_in_its_cg
     with capture_logs() as logs:
         await clients.end([other])
     assert [line["event"] for line in logs] == ["mps_clients_not_ended"]
+
+
+def library(folder: Path, path: Path | None = None, sha256: str | None = None) -> tuple[Path | None, str | None]:
+    """The library of the backend hami-core and its hash, with these settings."""
+    given = HamiCoreSettings(library_path=path, library_sha256=sha256)
+    return hami_core_library(Settings(checkpoint=CheckpointSettings(dir=folder), hami_core=given))
+
+
+def install(folder: Path, target: str) -> None:
+    """The link selects the installed library."""
+    (folder / "lib").mkdir(exist_ok=True)
+    (folder / "lib" / ".new").symlink_to(target)
+    (folder / "lib" / ".new").replace(folder / "lib" / "libvgpu.so")
+
+
+@pytest.mark.parametrize(("path", "sha256"), [(Path("/opt/l.so"), "0" * 64), (Path("/opt/l.so"), None), (None, "0" * 64)])
+def test_a_library_that_the_settings_name_takes_precedence(path: Path | None, sha256: str | None, tmp_path: Path) -> None:
+    install(tmp_path, f"{'a' * 64}/libvgpu.so")
+    assert library(tmp_path, path, sha256) == (path, sha256)
+
+
+@pytest.mark.parametrize(
+    "target", ["libvgpu.so", f"{'a' * 63}/libvgpu.so", f"{'a' * 64}/other.so", f"../{'a' * 64}/libvgpu.so", "/lib/libvgpu.so"]
+)
+def test_another_link_selects_no_library(target: str, tmp_path: Path) -> None:
+    install(tmp_path, target)
+    assert library(tmp_path) == (None, None)
+
+
+def test_without_a_link_there_is_no_library(tmp_path: Path) -> None:
+    assert library(tmp_path) == (None, None)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libvgpu.so").touch()  # a file of the operator's
+    assert library(tmp_path) == (None, None)
