@@ -75,17 +75,12 @@ class Running:
         cache.subscribe(lambda before, after: self.changes.put_nowait((before, after)))
 
     async def next(self) -> Change:
-        async with asyncio.timeout(30):
-            return await self.changes.get()
+        return await self.changes.get()
 
     async def next_uids(self) -> tuple[str | None, str | None]:
         """Which incarnations the next change is from and to."""
         before, after = await self.next()
         return getattr(before, "uid", None), getattr(after, "uid", None)
-
-    async def synced(self) -> None:
-        async with asyncio.timeout(30):
-            await self.cache.wait_synced()
 
 
 Start = Callable[..., AbstractAsyncContextManager[Running]]
@@ -98,7 +93,7 @@ def start(server: ApiServer) -> Start:
         running = Running(PodCache(server, "node-1", watch_times=watch_times))
         async with background(running.cache.run()) as task:
             if synced:
-                await running.synced()
+                await running.cache.wait_synced()
             yield running
             assert not task.done(), task
 

@@ -142,7 +142,7 @@ async def test_a_list_that_fails_is_repeated(failure: str, api: FakeApiServer, s
     api.lists.extend([LIST_FAILURES[failure]] * 2)
     async with start(synced=False) as running:
         assert not running.cache.synced
-        await running.synced()
+        await running.cache.wait_synced()
         assert api.count(watch=False) >= 3
         assert running.cache.by_uid("uid-a") is not None
 
@@ -229,7 +229,7 @@ async def test_waits_for_the_end_of_pods(end: str, api: FakeApiServer, start: St
 async def test_what_it_lacks_is_deleted_only_while_the_api_server_answers(api: FakeApiServer, start: Start) -> None:
     async with start(synced=False) as running:
         assert not running.cache.reachable
-        await running.synced()
+        await running.cache.wait_synced()
         assert running.cache.reachable
         await until(lambda: api.count(watch=True) == 1)
         down = asyncio.Event()

@@ -55,7 +55,7 @@ class Silence:
 async def watched(server: ApiServer, *, most_sleeps: int = 10**9) -> AsyncIterator[Silence]:
     found = Silence(server, most_sleeps, replace(prompt_watches(30.0), silence_seconds=1e6))
     async with background(found.reflector.run()):
-        await asyncio.wait_for(found.reflector.synced.wait(), 30)
+        await found.reflector.synced.wait()
         yield found
 
 

@@ -1,6 +1,5 @@
 """Objects of the API server that are nested without end, or that can't be read: none of them hides the others."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -124,7 +123,7 @@ async def test_the_number_of_events_has_a_limit_and_the_setting_counts(api: Fake
         cache = PodCache(server, "node-1", watch_times=FAST)
         cache.write_events = write_events
         async with background(cache.run()):
-            await asyncio.wait_for(cache.wait_synced(), 30)
+            await cache.wait_synced()
             assert cache.unreadable == 30
             if write_events:
                 await until(lambda: len(api.sent) == 20)

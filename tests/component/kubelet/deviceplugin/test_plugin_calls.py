@@ -109,9 +109,7 @@ async def test_an_unread_list_holds_up_nothing_and_leaves_no_trace(stub: Any, se
     assert served.devices.readers == 10
     for stream in streams:
         stream.cancel()
-    async with asyncio.timeout(30):
-        while served.devices.readers:
-            await stub.GetDevicePluginOptions(pb.Empty())
+    await until(lambda: not served.devices.readers)
 
 
 async def test_a_drain_lets_calls_finish_and_ends_streams_cleanly(served: Served) -> None:

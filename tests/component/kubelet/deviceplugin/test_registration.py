@@ -77,8 +77,7 @@ async def linked(folder: Path, timing: LinkTiming = QUICK, *, held_back: Sequenc
     link = Link(folder, timing, held_back)
     running = asyncio.create_task(link.link.run())
     try:
-        async with asyncio.timeout(30):
-            yield link
+        yield link
     finally:
         await link.link.stop(0.1)
         await running

@@ -42,7 +42,7 @@ async def served(folder: Path, *, repeat_seconds: float = 3600) -> AsyncIterator
     health = DraHealth("node-1", faults, repeat_seconds=repeat_seconds, clock=lambda: float(next(times)))
     server = UnixServer(folder / "dra.sock", [health], faults.end_readers)
     await server.listen()
-    async with asyncio.timeout(30), channel_to(server.path) as channel:
+    async with channel_to(server.path) as channel:
         yield Served(faults, server, channel)
     await server.drain(0)
 
