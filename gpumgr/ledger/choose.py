@@ -106,10 +106,7 @@ def _room(node: NodeView, ledger: Ledger, caller: Caller, request: Request, own:
     visible = node.visible_blocks if other == "memory" else {c.name: ALL_CORES for c in ledger.gpu_registry.gpus}
     others = minus(minus(ledger.held(other), granted), spare)
     return _Room(
-        free={
-            request.resource: request.free(ledger),
-            other: union(minus(visible, ledger.held(other)), spare, granted),
-        },
+        free={request.resource: request.free(ledger), other: union(minus(visible, ledger.held(other)), spare, granted)},
         blocked=dict.fromkeys((*request.foreign(ledger), *others), 1),
         pinned=frozenset(request.must) | frozenset(own.gpus if own else ()) | _reused_gpus(caller, other, spare, own),
     )

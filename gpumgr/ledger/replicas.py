@@ -112,8 +112,7 @@ def check_replicas(caller: Caller, size: int) -> ReplicaRequest:
     wanted = spec.replicas
     if spec.cores or spec.memory_blocks:
         raise Refusal(
-            "invalid_request",
-            f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: remove one kind",
+            "invalid_request", f"container {spec.name} requests {REPLICA_RESOURCE} and vcuda resources: remove one kind"
         )
     if wanted.count != size:
         raise Refusal("conflict", f"the kubelet asked for {size} GPUs, and container {spec.name} requests {wanted.count}")

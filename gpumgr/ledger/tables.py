@@ -161,12 +161,7 @@ def read(connection: sqlite3.Connection) -> Loaded:
     finally:
         connection.execute("ROLLBACK")
     history = tuple(entry for entry in entries if entry is not None)
-    return Loaded(
-        ledger=Ledger(gpu_registry, allocations),
-        notes=notes,
-        history=history,
-        unreadable=len(entries) - len(history),
-    )
+    return Loaded(ledger=Ledger(gpu_registry, allocations), notes=notes, history=history, unreadable=len(entries) - len(history))
 
 
 def write_change(connection: sqlite3.Connection, change: Change) -> None:

@@ -55,12 +55,7 @@ async def test_sighup_applies_what_can_be_and_names_the_rest(folder: Path) -> No
         replace(path, text)
         node.agent.signal(signal.SIGHUP)
         line = await node.agent_log.until("config_reloaded")
-        assert line["applied"] == [
-            "kubernetes.node_labels",
-            "placement.share_mode",
-            "metrics.hami_names",
-            "log.level",
-        ]
+        assert line["applied"] == ["kubernetes.node_labels", "placement.share_mode", "metrics.hami_names", "log.level"]
         assert (line["level"], line["needs_restart"]) == ("warning", ["mps.idle_seconds"])
         share = node.pod("share", app(30, 4))
         await introduce(node, share)

@@ -68,8 +68,4 @@ def test_a_container_that_another_program_admitted_is_a_neighbour_without_mechan
     ledger = Ledger(VIEW.ledger.gpu_registry)
     for each in (mine, *others):
         ledger = ledger.occupy(each)
-    assert list(others_on_gpus(ledger, share)) == [
-        ("team/old", ("none",)),
-        ("team/of-hami", ("none",)),
-        ("team/next", ("mps",)),
-    ]
+    assert list(others_on_gpus(ledger, share)) == [("team/old", ("none",)), ("team/of-hami", ("none",)), ("team/next", ("mps",))]

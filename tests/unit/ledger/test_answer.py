@@ -106,11 +106,7 @@ def test_vcuda_mounts_its_library_with_every_way(mounted: bool) -> None:
     """The library must be found before the driver's own, which an image may have in its cache."""
     share = Allocation(id="a", gpus={"g": SHARE}, mechanisms=("vcuda",))
     answer = core_answer(share, GPUS, host(mounted=mounted))
-    assert set(driver_mounts(answer).values()) == {
-        "/vdriver/nvidia",
-        "/vdriver/nvidia/lib64",
-        "/vdriver/nvidia/bin/nvidia-smi",
-    }
+    assert set(driver_mounts(answer).values()) == {"/vdriver/nvidia", "/vdriver/nvidia/lib64", "/vdriver/nvidia/bin/nvidia-smi"}
     assert answer.envs["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
 
 
