@@ -18,6 +18,7 @@ from gpumgr.compat.gpu_manager.vcuda.backend import VcudaBackend
 from gpumgr.compat.gpu_manager.vcuda.files import pack_config
 from gpumgr.ledger.node_use import Container
 from tests.component.compat.gpu_manager.vcuda.harness import Node, build_library, run
+from tests.shares import TWO_GPUS
 from tests.unit.compat.gpu_manager.vcuda.tenants import ALLOCATION, CONTAINER, TENANT
 
 
@@ -240,3 +241,5 @@ async def test_an_unreadable_folder_is_an_error_and_a_missing_one_is_empty(node:
 async def test_the_container_gets_no_library_from_nvidias_runtime(backend: VcudaBackend) -> None:
     assert backend.prepare(TENANT, "core").envs == {"NVIDIA_VISIBLE_DEVICES": "void"}
     assert backend.prepare(TENANT, "memory").envs == {}
+    with pytest.raises(Refusal, match="vcuda limits a container on one GPU only"):
+        backend.prepare(replace(TENANT, gpus=TWO_GPUS), "core")

@@ -78,9 +78,13 @@ async def test_a_peer_of_another_container_is_refused(node: Node, backend: Vcuda
                     "demo/thief (main), and this socket belongs to demo/resnet (main)"
                 ],
             )
-    assert node.listed() == before
-    assert backend.registrations == {"permission_denied": 2}
-    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
+        assert node.listed() == before
+        assert backend.registrations == {"permission_denied": 2}
+        assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"]
+        await backend.cleanup(ALLOCATION)
+        await backend.start(TENANT)
+        await register_from(OTHER, node)
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["registration_refused"] * 2
 
 
 async def test_every_container_that_uses_a_claim_registers(node: Node, backend: VcudaBackend) -> None:
