@@ -34,21 +34,50 @@ def held(slices: int, cores: int = 14) -> Amounts:
     return Amounts(cores, 9984, 1, slices)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        (SMALL, [[(0, 14, 9984, 1 << 6)]]),
-        (LARGE, [[(0, 42, 40448, 0xF0)]]),
-        (hami(cores=100), [[(0, 100, 81152, 0xFF)]]),
-        (hami(memory_percent=50), [[(0, 42, 40448, 0xF0)]]),
-        (hami(memory=81153), "has no place for 1 MIG device with 81153 MiB"),
-        (hami(gpus=2, memory=5000), "has no place for 2 MIG devices with 5000 MiB (1 free)"),
-        (share(1, 1), "has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 0 MiB)"),
-        (request(("app", 100, 0)), "has no entirely free GPU (0 free)"),
-    ],
-)
-def test_a_container_gets_the_smallest_device(wanted: PodRequest, expected: object) -> None:
-    assert chosen(ONE, wanted) == expected
+FULL, BEFORE_MIG = Amounts(98, 69888, 7, 0x7F), Amounts(10, 1000)
+SICK = replace(TWO, gpus=(replace(TWO.gpus[0], healthy=False), TWO.gpus[1]))
+REPORTED = replace(ONE, reported_shares={"foreign": ((0, Amounts(14, 9984, slices=1 << 6)),)})
+ALONE = constrained(SMALL, unused=True)
+NO_PLACE = "has no place for 1 MIG device with 5000 MiB"
+
+
+@pytest.mark.parametrize(("node", "used", "wanted", "expected"), [
+    # A container gets the smallest device that is large enough.
+    (ONE, None, SMALL, [[(0, 14, 9984, 1 << 6)]]),
+    (ONE, None, LARGE, [[(0, 42, 40448, 0xF0)]]),
+    (ONE, None, hami(cores=100), [[(0, 100, 81152, 0xFF)]]),
+    (ONE, None, hami(memory_percent=50), [[(0, 42, 40448, 0xF0)]]),
+    (ONE, None, hami(memory=81153), "has no place for 1 MIG device with 81153 MiB"),
+    (ONE, None, hami(gpus=2, memory=5000), "has no place for 2 MIG devices with 5000 MiB (1 free)"),
+    (ONE, None, share(1, 1), "has no GPU with 1 free cores and 256 MiB (closest: GPU 0, 0 cores and 0 MiB)"),
+    (ONE, None, request(("app", 100, 0)), "has no entirely free GPU (0 free)"),
+    # A full GPU is passed over; otherwise the fuller one is taken.
+    (TWO, (FULL, NOTHING), SMALL, [[(1, 14, 9984, 1 << 6)]]),
+    (TWO, (held(1), NOTHING), SMALL, [[(0, 14, 9984, 1 << 6)]]),
+    (TWO, (FULL, FULL), SMALL, NO_PLACE),
+    (SICK, (NOTHING, FULL), SMALL, NO_PLACE),
+    # Free memory that is not in one piece.
+    (ONE, (held(0b0010_0010, 28),), LARGE, "has no place for 1 MIG device with 40000 MiB and 40 cores"),
+    # What the node reports counts at its exact place.
+    (REPORTED, used_on(REPORTED, ()), LARGE, [[(0, 42, 40448, 0x0F)]]),
+    # A GPU with containers from before its MIG mode has no place.
+    (ONE, (BEFORE_MIG,), SMALL, NO_PLACE),
+    (TWO, (BEFORE_MIG, NOTHING), SMALL, [[(1, 14, 9984, 1 << 6)]]),
+    # A pod can name the mode of its GPUs. All GPUs of a container have one mode.
+    (MIXED, None, constrained(SMALL, modes=("mig",)), [[(1, 14, 9984, 1 << 6)]]),
+    (MIXED, None, constrained(SMALL, modes=("hami-core",)), [[(0, 1, 5000, 0)]]),
+    (MIXED, None, constrained(share(10, 4), modes=("mig",)),
+     "has no GPU in mode mig with 10 free cores and 1 GiB (closest: GPU 1, 0 cores and 0 MiB)"),
+    (MIXED, None, constrained(hami(gpus=2, memory=5000), modes=("mig",)),
+     "has no place for 2 MIG devices with 5000 MiB in mode mig (1 free)"),
+    (MIXED, None, hami(gpus=2, memory=5000), "has no room for 2 GPUs with 5000 MiB (1 free)"),
+    (MIXED, None, hami(gpus=2, memory=20000), "has no room for 2 GPUs with 20000 MiB (1 free)"),
+    # A pod of the policy mutex.
+    (TWO, (held(1), NOTHING), ALONE, [[(1, 14, 9984, 1 << 6)]]),
+    (TWO, (held(1), held(1)), ALONE, f"{NO_PLACE} without containers"),
+])  # fmt: skip
+def test_which_device_a_container_gets(node: NodeState, used: Used | None, wanted: PodRequest, expected: object) -> None:
+    assert chosen(node, wanted, used) == expected
 
 
 @pytest.mark.parametrize(
@@ -85,55 +114,6 @@ def test_a_device_that_is_too_small_for_its_second_container_stays_beside_the_ne
     assert last[2] == 20096
 
 
-def test_a_full_gpu_is_passed_over_and_then_the_reason_is_told() -> None:
-    full = Amounts(98, 69888, 7, 0x7F)
-    assert chosen(TWO, SMALL, (full, NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
-    assert chosen(TWO, SMALL, (held(1), NOTHING)) == [[(0, 14, 9984, 1 << 6)]]  # binpack
-    assert chosen(TWO, SMALL, (full, full)) == "has no place for 1 MIG device with 5000 MiB"
-    # Free memory that is not in one piece.
-    assert chosen(ONE, LARGE, (held(0b0010_0010, 28),)) == "has no place for 1 MIG device with 40000 MiB and 40 cores"
-    sick = replace(TWO, gpus=(replace(TWO.gpus[0], healthy=False), TWO.gpus[1]))
-    assert chosen(sick, SMALL, (NOTHING, full)) == "has no place for 1 MIG device with 5000 MiB"
-
-
-def test_a_gpu_with_containers_from_before_its_mig_mode_has_no_place() -> None:
-    assert chosen(ONE, SMALL, (Amounts(10, 1000),)) == "has no place for 1 MIG device with 5000 MiB"
-    assert chosen(TWO, SMALL, (Amounts(10, 1000), NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        (constrained(SMALL, modes=("mig",)), [[(1, 14, 9984, 1 << 6)]]),
-        (constrained(SMALL, modes=("hami-core",)), [[(0, 1, 5000, 0)]]),
-        (constrained(share(10, 4), modes=("mig",)),
-         "has no GPU in mode mig with 10 free cores and 1 GiB (closest: GPU 1, 0 cores and 0 MiB)"),
-        (constrained(hami(gpus=2, memory=5000), modes=("mig",)), "has no place for 2 MIG devices with 5000 MiB in mode mig (1 free)"),
-        (hami(gpus=2, memory=5000), "has no room for 2 GPUs with 5000 MiB (1 free)"),  # of one mode
-        (hami(gpus=2, memory=20000), "has no room for 2 GPUs with 20000 MiB (1 free)"),
-    ],
-)  # fmt: skip
-def test_a_pod_can_name_the_mode_of_its_gpus(wanted: PodRequest, expected: object) -> None:
-    if isinstance(expected, str):
-        assert chosen(MIXED, wanted) == expected
-        return
-    found = expect(NodeChoice, choose(MIXED, (NOTHING, NOTHING), wanted, "binpack"))
-    assert [
-        [(gpu, each.cores, each.memory_mebibytes, each.slices) for gpu, each in shares] for shares in found.shares
-    ] == expected
-
-
-def test_mutex_and_health_hold() -> None:
-    alone = constrained(SMALL, unused=True)
-    assert chosen(TWO, alone, (held(1), NOTHING)) == [[(1, 14, 9984, 1 << 6)]]
-    assert chosen(TWO, alone, (held(1), held(1))) == "has no place for 1 MIG device with 5000 MiB without containers"
-
-
-def test_what_the_node_reports_counts_at_its_exact_place() -> None:
-    node = replace(ONE, reported_shares={"foreign": ((0, Amounts(14, 9984, slices=1 << 6)),)})
-    assert chosen(node, LARGE, used_on(node, ())) == [[(0, 42, 40448, 0x0F)]]
-
-
 def test_a_place_is_free_again_when_its_pod_ends() -> None:
     index = ClusterIndex()
     index.set_node(ONE)
@@ -168,13 +148,10 @@ def test_a_placement_fits_only_as_long_as_its_place_and_mode_are_there() -> None
     assert not index.fits(pod)
 
 
-def test_a_full_gpu_of_mig_devices_counts_as_full() -> None:
-    parts = {
-        part for (what, _, part), count in summarize(ONE, (Amounts(98, 69888, 7, 0x7F),))[0].items() if what == "gpus" and count
-    }
-    assert parts == {"full"}
-    parts = {part for (what, _, part), count in summarize(ONE, (held(1),))[0].items() if what == "gpus" and count}
-    assert parts == {"partial"}
+@pytest.mark.parametrize(("used", "part"), [(FULL, "full"), (held(1), "partial")])
+def test_a_full_gpu_of_mig_devices_counts_as_full(used: Amounts, part: str) -> None:
+    totals, _ = summarize(ONE, (used,))
+    assert {counted for (what, _, counted), count in totals.items() if what == "gpus" and count} == {part}
 
 
 def test_the_pod_on_the_place_is_evicted_and_no_other() -> None:
