@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpumgr.cluster.core.explain import MAX_CHARACTERS, Rejection, explain
-from gpumgr.cluster.core.node import node_of_equal_gpus
+from gpumgr.cluster.core.node import NodeState, node_of_equal_gpus
 from gpumgr.cluster.core.question import Question
 from gpumgr.cluster.core.request import PlacedPod, PodRequest, Policy
 from gpumgr.kube.selection import AVOID_UUIDS, USE_UUIDS, constraints_of
@@ -42,26 +42,38 @@ def test_only_gpus_that_satisfy_all_constraints_are_chosen(constraints: dict[str
     assert [gpu for gpu, (cores, _) in enumerate(held) if cores] == gpus
 
 
-def test_a_gpu_that_is_cordoned_is_not_chosen_though_it_satisfies_the_constraint() -> None:
-    node = node_state("a", 2, models=("T4", "T4"), cordoned=(0,), unhealthy=(1,))
-    wanted = constrained(share(10, 1), use_uuids=("GPU-a-0",))
-    assert chosen(node, wanted) == "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB"
+SHARE, PAIR = share(10, 1), constrained(request(("app", 200, 0)), same_numa_node=True)
+SAME = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
+NO_INVENTORY = node_of_equal_gpus("a", 400, 65536)
+AGENT = "has a Topology Manager policy and not only GPUs"
 
 
-@pytest.mark.parametrize("constraints", [{"use_models": ("T4",)}, {"avoid_models": ("T4",)}, {"avoid_uuids": ("GPU-b-0",)}])
-def test_a_node_without_inventory_satisfies_no_constraint(constraints: dict[str, Any]) -> None:
-    assert isinstance(chosen(node_of_equal_gpus("a", 400, 65536), constrained(share(10, 1), **constraints)), str)
-
-
-def test_a_node_that_chooses_itself_is_used_if_every_gpu_satisfies_the_constraints() -> None:
-    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
-    told = "has a Topology Manager policy and not only GPUs"
-    assert chosen(FIXED, constrained(share(10, 1), use_models=("A100", "T4"))) == f"{told} of model A100 or T4"
-    assert chosen(FIXED, pair) == f"{told} on one NUMA node"
-    assert chosen(FIXED, constrained(share(10, 1), same_numa_node=True)) == [[0]], "one GPU is on one NUMA node"
-    equal = node_state("a", 2, models=("T4", "T4"), numa=(0, 0), naming="none")
-    assert chosen(equal, constrained(share(10, 1), use_models=("T4",))) == [[0]]
-    assert chosen(equal, pair) == [[0, 1]]
+@pytest.mark.parametrize(("node", "wanted", "expected"), [
+    # A GPU that is not offered is not chosen, even though it satisfies the constraint.
+    (node_state("a", 2, models=("T4", "T4"), cordoned=(0,), unhealthy=(1,)), constrained(SHARE, use_uuids=("GPU-a-0",)),
+     "has no GPU of UUID GPU-a-0 with 10 free cores and 256 MiB"),
+    # A node without inventory satisfies no constraint.
+    (NO_INVENTORY, constrained(SHARE, use_models=("T4",)), "has no GPU of model T4"),
+    (NO_INVENTORY, constrained(SHARE, avoid_models=("T4",)), "has no GPU not of model T4"),
+    (NO_INVENTORY, constrained(SHARE, avoid_uuids=("GPU-b-0",)), "has no GPU not of UUID GPU-b-0"),
+    # A node where the agent chooses is used if every GPU satisfies the constraints. One GPU is on one NUMA node.
+    (FIXED, constrained(SHARE, use_models=("A100", "T4")), f"{AGENT} of model A100 or T4"),
+    (FIXED, PAIR, f"{AGENT} on one NUMA node"),
+    (FIXED, constrained(SHARE, same_numa_node=True), [[0]]),
+    (SAME, constrained(SHARE, use_models=("T4",)), [[0]]),
+    (SAME, PAIR, [[0, 1]]),
+    # GPUs with unknown NUMA nodes are on no common one.
+    (node_state("a", 2), PAIR, "has no GPU with a known NUMA node"),
+    # Containers that reuse an init container's GPUs stay on its NUMA node.
+    (node_state("a", 4, numa=(0, 1, 1, 1)), constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True), [[1], [1, 2]]),
+    # The GPUs have another mode.
+    (node_state("a", 2), constrained(SHARE, modes=("mig",)), "has no GPU in mode mig"),
+    (node_state("a", 2), constrained(SHARE, modes=()), "has no GPU in mode unknown"),
+])  # fmt: skip
+def test_a_node_satisfies_the_constraints_or_says_which_not(
+    node: NodeState, wanted: PodRequest, expected: list[list[int]] | str
+) -> None:
+    assert chosen(node, wanted) == expected
 
 
 @pytest.mark.hami_bug("B19, B20: NUMA binding rejects pods that fit, and fills one NUMA node")
@@ -85,18 +97,7 @@ def test_several_gpus_of_a_container_are_on_one_numa_node(
 ) -> None:
     node = node_state("a", 6, near=((0, 2), (1, 3)), numa=(0, 0, 0, 0, 1, 1))
     held = [(10, 1) if gpu in in_use else (0, 0) for gpu in range(6)]
-    assert chosen(node, constrained(request(("app", 200, 0)), same_numa_node=True), *held, policy=policy) == expected
-
-
-def test_gpus_of_unknown_numa_nodes_are_on_no_common_one() -> None:
-    pair = constrained(request(("app", 200, 0)), same_numa_node=True)
-    assert chosen(node_state("a", 2), pair) == "has no GPU with a known NUMA node"
-
-
-def test_containers_that_reuse_an_init_containers_gpus_stay_on_its_numa_node() -> None:
-    node = node_state("a", 4, numa=(0, 1, 1, 1))
-    wanted = constrained(request(("init", 100, 0), ("app", 200, 0)), same_numa_node=True)
-    assert chosen(node, wanted) == [[1], [1, 2]]
+    assert chosen(node, PAIR, *held, policy=policy) == expected
 
 
 def test_the_constraint_is_named_and_counted() -> None:
@@ -158,11 +159,6 @@ def test_no_text_of_a_user_is_taken_for_the_uuid_of_a_gpu() -> None:
 
 def test_a_text_that_is_not_printable_does_not_reach_messages() -> None:
     assert Constraints(use_models=("A\t10\x1b[0m",)).text == " of model A?10?[0m"
-
-
-@pytest.mark.parametrize(("modes", "text"), [(("mig",), "in mode mig"), ((), "in mode unknown")])
-def test_gpus_of_other_modes_are_not_chosen(modes: tuple[str, ...], text: str) -> None:
-    assert chosen(node_state("a", 2), constrained(share(10, 1), modes=modes)) == f"has no GPU {text}"
 
 
 def test_a_bound_pod_counts_on_gpus_that_its_constraints_exclude() -> None:
