@@ -2,8 +2,7 @@
 
 import asyncio
 import platform
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -102,24 +101,12 @@ async def test_history_comes_newest_first(client: aiohttp.ClientSession, query: 
     assert [candidate["index"] for entry in entries for candidate in entry["candidates"]] == ([0] if 1 in numbers else [])
 
 
-class Counting(ThreadPoolExecutor):
-    """Where the loop has its work done by threads."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.taken = 0
-
-    def submit(self, *work: Any, **more: Any) -> "Future[Any]":
-        self.taken += 1
-        return super().submit(*work, **more)
-
-
-async def test_a_long_history_is_written_beside_the_loop(client: aiohttp.ClientSession) -> None:
-    threads = Counting()
-    asyncio.get_running_loop().set_default_executor(threads)
+async def test_a_long_history_is_written_beside_the_loop(client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_thread = Mock(wraps=asyncio.to_thread)
+    monkeypatch.setattr(asyncio, "to_thread", on_thread)
     async with client.get("/api/history?limit=1000") as answer:
         assert len(await answer.json()) == 3
-    assert threads.taken == 1
+    assert on_thread.call_count == 1
 
 
 @pytest.mark.parametrize(

@@ -121,16 +121,12 @@ def test_the_process_metrics_have_the_memory() -> None:
     assert sample.value > 2**20
 
 
-def full_metrics() -> Metrics:
-    metrics = metrics_of(full_picture(), gpu_manager_names=False)
-    metrics.xid(uuid_of(0), 79)
-    return metrics
-
-
 def test_the_catalogue_has_what_a_page_has() -> None:
     found = []
+    metrics = metrics_of(full_picture(), gpu_manager_names=False)
+    metrics.xid(uuid_of(0), 79)
     of_claims = families(Metrics(node="node-1", version="1", driver=DRA_DRIVER, process=False))
-    for name, plain in families(full_metrics()).items():
+    for name, plain in families(metrics).items():
         family = of_claims[name] if "prepare_" in name else plain  # these have series in mode dra alone
         assert family.samples, family.name
         name = f"{family.name}_total" if family.type == "counter" else family.name
