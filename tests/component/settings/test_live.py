@@ -89,6 +89,9 @@ async def test_a_changed_file_is_applied_once(change: Callable[[Path, str], obje
         assert it.told == [("reloaded", "applied: placement.policy; needs a restart of the agent: http.port")]
         await asyncio.sleep(0.1)
         assert it.reads == 2
+        change(path, "placement: {policy: spread}\nlog: {level: debug}\n")
+        await until(lambda: len(it.told) == 2)
+        assert it.told[1] == ("reloaded", "applied: log.level"), "compared with what is in force"
 
 
 @pytest.mark.parametrize("bad", ["placement: {policy: spread, polcy: spread}", "placement: {policy", "placement: [spread]"])
