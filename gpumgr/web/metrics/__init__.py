@@ -254,7 +254,7 @@ class Metrics:
 
 def catalogue() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Name, type, labels (without `le`) and help of all families of gpumgr, sorted by name."""
-    families = Metrics(node="", version="", process=False).families
+    families = Metrics(node="", version="").families
     return sorted((family.name, family.kind, family.labels, family.about) for family in families)
 
 

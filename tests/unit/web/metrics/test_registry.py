@@ -112,7 +112,7 @@ def test_in_mode_dra_the_driver_has_the_series_and_the_resources_have_none() -> 
 def test_the_build_metric_has_the_versions() -> None:
     told = families(Metrics(node="node-1", version=gpumgr.__version__, process=False))
     (sample,) = told["gpumgr_build_info"].samples
-    assert sample.labels["version"] == gpumgr.__version__
+    assert (sample.labels["version"], sample.value) == (gpumgr.__version__, 1)
     assert re.fullmatch(r"3\.\d+\.\d+.*", sample.labels["python"])
 
 
