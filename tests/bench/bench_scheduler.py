@@ -43,10 +43,8 @@ class Client:
         self._process, self.pid = process, pid
         self._pods = 0
 
-    def begin(
-        self, pods: int, names: int, shape: tuple[int, int] = COMMON, verbs: Sequence[str] = ("filter",), first: int = 0
-    ) -> None:
-        asked = {"Verbs": verbs, "Pods": pods, "From": self._pods, "Prefix": PREFIX, "First": first, "Names": names}
+    def begin(self, pods: int, names: int, shape: tuple[int, int] = COMMON, verbs: Sequence[str] = ("filter",)) -> None:
+        asked = {"Verbs": verbs, "Pods": pods, "From": self._pods, "Prefix": PREFIX, "First": 0, "Names": names}
         asked |= {"Cores": shape[0], "Blocks": shape[1]}
         self._pods += pods
         assert self._process.stdin is not None

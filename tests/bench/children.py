@@ -4,18 +4,17 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
 
 @contextmanager
-def child(module: str, *words: object, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def child(module: str, *words: object) -> Iterator[str]:
     """`python -m module words...` while the body runs; yields its first line. Raises RuntimeError if it ended instead."""
     command = [sys.executable, "-m", module, *map(str, words)]
-    pipe, env = subprocess.PIPE, {**os.environ, **(environment or {})}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if not (line := process.stdout.readline()):
             raise RuntimeError(f"{module} ended with status {process.wait()} before it was ready")

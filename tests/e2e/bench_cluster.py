@@ -5,12 +5,10 @@ on the same cluster; what counts is the ratio of the medians.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import signal
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +20,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpumgr.common.units import DRA_DRIVER
-from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION, Inventory, InventoryGpu, encode
-from gpumgr.placement.devices import score_matrix
+from gpumgr.kube.cluster_annotations import INVENTORY_ANNOTATION
 from tests.bench.figures import cpu_seconds
-from tests.topologies import topology_from_matrix
 
 from .agent import Agent
 from .api import phase
@@ -33,7 +29,7 @@ from .cluster import Cluster
 from .dra import CLAIMS, DraNode, claiming, in_mode_dra, request, template
 from .manifests import CORE, MEMORY, Json, container, gpu_pod, pod
 from .processes import free_ports, wait_until
-from .scheduling import GPU_MEBIBYTES, SCHEDULER, api_node, start_kube_scheduler, start_replica
+from .scheduling import SCHEDULER, api_node, filter_status, inventory, scheduled_pod, start_kube_scheduler, start_replica
 from .tenants import control
 
 GPUS: Final = 8
@@ -41,7 +37,6 @@ PLAIN, OURS = "plain", SCHEDULER
 REPLICAS: Final = ("extender-a", "extender-b")
 LEASE: Final = "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpumgr-scheduler"
 SHARE: Final = template("share", request("gpu", 10, "2560Mi"))
-_LEVELS = score_matrix(topology_from_matrix([["X" if a == b else "NV4" for b in range(GPUS)] for a in range(GPUS)]))
 Figures = dict[str, Any]
 
 
@@ -206,17 +201,13 @@ def node_name(number: int) -> str:
     return f"gpu-node-{number:04d}"
 
 
-def inventory(name: str, model: str = "NVIDIA A100-SXM4-80GB") -> str:
-    gpus = tuple(InventoryGpu(uuid=f"GPU-{name}-{gpu}", model=model, memory=GPU_MEBIBYTES, numa=gpu // 4) for gpu in range(GPUS))
-    return encode(Inventory(topology_manager="none", gpus=gpus, levels=_LEVELS))
+def described(name: str, model: str = "NVIDIA A100-SXM4-80GB") -> str:
+    return inventory(name, GPUS, model, lambda _one, _other: True, 4)
 
 
 def scheduled(name: str, scheduler: str, model: str = "", cores: int = 50, memory: int = 32) -> Json:
-    made = pod(name, [container("main", cores, memory)], bound=False)
-    made["spec"].update({"schedulerName": scheduler, "nodeSelector": {"api-only": "true"}})
-    if model:
-        made["metadata"].setdefault("annotations", {})["gpumgr.io/use-gpu-model"] = model
-    return made
+    asks = {"gpumgr.io/use-gpu-model": model} if model else {}
+    return scheduled_pod(name, (cores, memory), annotations=asks, schedulerName=scheduler)
 
 
 class Backlog(NamedTuple):
@@ -264,12 +255,7 @@ class Schedulers:
         start_replica(self.cluster, name, self.cluster.kubeconfig("admin"), self.ports[name], *settings)
 
     def status(self, name: str) -> int | None:
-        """The status of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.ports[name]), timeout=5) as connection:
-            connection.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
-            if answer := connection.recv(4096):
-                return int(answer.split()[1])
-        return None
+        return filter_status(self.ports[name])
 
     def cpu_seconds(self, name: str) -> float:
         return cpu_seconds(self.cluster.processes.pid(name))
@@ -322,10 +308,10 @@ class Schedulers:
             wait_until("a rejection", partial(self.tried, name))
             time.sleep(3)  # its backoff ends, and the events that its creation made
             began = time.monotonic()
-            self.describe(target, inventory(target, "NVIDIA GB200"))
+            self.describe(target, described(target, "NVIDIA GB200"))
             found.append(self.wait_bound([name]) - began)
             self.end([name])
-            self.describe(target, inventory(target))
+            self.describe(target, described(target))
         return spread(found)
 
     def tried(self, name: str) -> bool:
@@ -373,7 +359,7 @@ class Schedulers:
             self.cluster.processes.stop(name)
         for number in range(self.nodes):
             name = node_name(number)
-            self.cluster.api.request("POST", "/api/v1/nodes", api_node(name, GPUS, inventory(name)))
+            self.cluster.api.request("POST", "/api/v1/nodes", api_node(name, GPUS, described(name)))
         rates: dict[int, dict[str, list[Backlog]]] = {size: {PLAIN: [], OURS: []} for size in sizes}
         with self.extender(REPLICAS[0]):
             for turn in range(rounds):

@@ -7,21 +7,14 @@ from .agent import Holding
 from .manifests import CORE, MEMORY, Json
 from .podresources import Held, Place
 
-#: Place -> resource -> ids.
-Listed = Mapping[Place, Mapping[str, frozenset[str]]]
+#: Ids of cores, and of memory.
+Ids = tuple[frozenset[str], frozenset[str]]
+_NOTHING: Ids = (frozenset(), frozenset())
 
 
 def gpu_of(device_id: str) -> str:
     """The GPU that an id names."""
     return device_id.rpartition("-")[0]
-
-
-def listed_by_place(listed: Iterable[Held]) -> Listed:
-    """What the kubelet lists, by place and resource."""
-    by_place: dict[Place, dict[str, frozenset[str]]] = defaultdict(dict)
-    for held in listed:
-        by_place[held.place][held.resource] = frozenset(held.ids)
-    return by_place
 
 
 def doubles(listed: Iterable[Held]) -> dict[tuple[Place, Place], list[str]]:
@@ -37,8 +30,11 @@ def doubles(listed: Iterable[Held]) -> dict[tuple[Place, Place], list[str]]:
     return dict(shared)
 
 
-def _is_sidecar(container: Json) -> bool:
-    return container.get("restartPolicy") == "Always"
+def _by_place(listed: Iterable[Held]) -> Mapping[Place, Ids]:
+    ids: dict[Place, dict[str, frozenset[str]]] = defaultdict(dict)
+    for held in listed:
+        ids[held.place][held.resource] = frozenset(held.ids)
+    return {place: (each.get(CORE, frozenset()), each.get(MEMORY, frozenset())) for place, each in ids.items()}
 
 
 def _wants(container: Json) -> tuple[int, int]:
@@ -46,98 +42,89 @@ def _wants(container: Json) -> tuple[int, int]:
     return int(limits.get(CORE, 0)), int(limits.get(MEMORY, 0))
 
 
-def _containers(pod: Json) -> Iterator[tuple[Place, int, int]]:
+def _containers(pod: Json) -> Iterator[tuple[Place, tuple[int, int]]]:
     """The containers that hold ids while the pod runs: its app containers and its sidecars."""
     meta, spec = pod["metadata"], pod["spec"]
-    for container in [*filter(_is_sidecar, spec.get("initContainers", [])), *spec["containers"]]:
-        cores, memory = _wants(container)
-        if cores or memory:
-            yield (meta["namespace"], meta["name"], container["name"]), cores, memory
+    sidecars = [each for each in spec.get("initContainers", []) if each.get("restartPolicy") == "Always"]
+    for container in [*sidecars, *spec["containers"]]:
+        if any(_wants(container)):
+            yield (meta["namespace"], meta["name"], container["name"]), _wants(container)
 
 
 def _has_ordinary_init(pod: Json) -> bool:
     """Whether the pod has init containers that end: their ids stay with the pod, but the kubelet doesn't list them."""
-    return any(not _is_sidecar(each) and any(_wants(each)) for each in pod["spec"].get("initContainers", []))
+    init = pod["spec"].get("initContainers", [])
+    return any(any(_wants(each)) and each.get("restartPolicy") != "Always" for each in init)
 
 
 def complaints(pods: Iterable[Json], listed: Sequence[Held], ledger: Sequence[Holding]) -> list[str]:
     """Every rule that is broken, for running pods; empty when all is right."""
     running = [pod for pod in pods if pod["status"].get("phase") == "Running"]
-    by_place = listed_by_place(listed)
+    theirs = _by_place(listed)
     found = [f"{one} and {other} share {ids}" for (one, other), ids in doubles(listed).items()]
     for pod in running:
-        for place, cores, memory in _containers(pod):
-            found += _of_container(place, cores, memory, by_place.get(place, {}))
+        for place, wanted in _containers(pod):
+            cores, memory = theirs.get(place, _NOTHING)
+            if (len(cores), len(memory)) != wanted:
+                found.append(f"{place} asked for (cores, blocks) {wanted} and holds {len(cores)} and {len(memory)}")
             if not _has_ordinary_init(pod):
-                found += _of_placement(place, cores, by_place.get(place, {}))
-    found += _of_gpus(by_place)
-    found += _of_ledger(running, by_place, ledger)
+                found += _of_placement(place, wanted[0], cores, memory)
+    found += _of_gpus(theirs)
+    found += _of_ledger(running, theirs, ledger)
     return found
 
 
-def _of_container(place: Place, cores: int, memory: int, held: Mapping[str, frozenset[str]]) -> Iterator[str]:
-    """The container has as many ids as it asked for."""
-    numbers = len(held.get(CORE, ())), len(held.get(MEMORY, ()))
-    if numbers != (cores, memory):
-        yield f"{place} asked for {cores} cores and {memory} blocks and holds {numbers[0]} and {numbers[1]}"
-
-
-def _of_placement(place: Place, cores: int, held: Mapping[str, frozenset[str]]) -> Iterator[str]:
+def _of_placement(place: Place, wanted: int, cores: frozenset[str], memory: frozenset[str]) -> Iterator[str]:
     """Its ids are a placement: one GPU, or whole ones. (Of an init container's ids the kubelet passes on any.)"""
-    gpus = {gpu_of(each) for each in held.get(CORE, ())}
-    wanted = max(1, cores // 100)
-    if len(gpus) != wanted:
-        yield f"{place} with {cores} cores sits on {len(gpus)} GPUs, not {wanted}"
-    beside = {gpu_of(each) for each in held.get(MEMORY, ())} - gpus
-    if beside:
+    gpus = set(map(gpu_of, cores))
+    if len(gpus) != max(1, wanted // 100):
+        yield f"{place} with {wanted} cores sits on {len(gpus)} GPUs"
+    if beside := set(map(gpu_of, memory)) - gpus:
         yield f"{place} holds memory of {sorted(beside)} and cores of {sorted(gpus)}"
 
 
-def _of_gpus(by_place: Listed) -> Iterator[str]:
+def _of_gpus(theirs: Mapping[Place, Ids]) -> Iterator[str]:
     """No GPU gives more than 100 cores, and one that is held whole has one holder."""
-    cores: dict[str, int] = defaultdict(int)
+    given: dict[str, int] = defaultdict(int)
     holders: dict[str, set[Place]] = defaultdict(set)
     whole: dict[str, Place] = {}
-    for place, held in by_place.items():
-        core_ids = held.get(CORE, frozenset())
-        for device_id in core_ids:
-            cores[gpu_of(device_id)] += 1
-            if len(core_ids) >= 100:
+    for place, (cores, memory) in theirs.items():
+        for device_id in cores:
+            given[gpu_of(device_id)] += 1
+            if len(cores) >= 100:
                 whole[gpu_of(device_id)] = place
-        for device_id in core_ids | held.get(MEMORY, frozenset()):
+        for device_id in cores | memory:
             holders[gpu_of(device_id)].add(place)
-    yield from (f"{gpu} gives {number} cores" for gpu, number in cores.items() if number > 100)
-    yield from (
-        f"{gpu} is whole for {place}, yet {holders[gpu]} hold it" for gpu, place in whole.items() if len(holders[gpu]) > 1
-    )
+    yield from (f"{gpu} gives {number} cores" for gpu, number in given.items() if number > 100)
+    for gpu, place in whole.items():
+        if len(holders[gpu]) > 1:
+            yield f"{gpu} is whole for {place}, yet {holders[gpu]} hold it"
 
 
-def _of_ledger(running: Sequence[Json], by_place: Listed, ledger: Sequence[Holding]) -> Iterator[str]:
+def _of_ledger(running: Sequence[Json], theirs: Mapping[Place, Ids], ledger: Sequence[Holding]) -> Iterator[str]:
     """The ledger names the same pods and containers with the same ids, and a GPU field that fits them."""
     with_init = {(pod["metadata"]["namespace"], pod["metadata"]["name"]) for pod in running if _has_ordinary_init(pod)}
-    ours: dict[Place, tuple[frozenset[str], frozenset[str]]] = {}
+    ours: dict[Place, Ids] = {}
     for holding in ledger:
-        if holding.place in ours and holding.place[:2] not in with_init:
-            yield f"{holding.place} is in the ledger twice"
+        if holding.place[:2] not in with_init:
+            if holding.place in ours:
+                yield f"{holding.place} is in the ledger twice"
+            if len(holding.gpus) != len(named := set(map(gpu_of, holding.core_ids))):
+                yield f"{holding.place} is granted {holding.gpus}, its ids are of {sorted(named)}"
         ours[holding.place] = (holding.core_ids, holding.memory_ids)
-        named = {gpu_of(each) for each in holding.core_ids}
-        if len(holding.gpus) != len(named) and holding.place[:2] not in with_init:
-            yield f"{holding.place} is granted {holding.gpus}, its ids are of {sorted(named)}"
-    theirs = {place: (held.get(CORE, frozenset()), held.get(MEMORY, frozenset())) for place, held in by_place.items()}
     for place in sorted(ours.keys() | theirs.keys()):
         if place[:2] not in with_init and ours.get(place) != theirs.get(place):
             yield f"{place}: the kubelet lists {_brief(theirs.get(place))}, the ledger has {_brief(ours.get(place))}"
     for owner in with_init:
-        lacking = _ids_of(owner, theirs) - _ids_of(owner, ours)
-        if lacking:
+        if lacking := _ids_of(owner, theirs) - _ids_of(owner, ours):
             yield f"{owner}: the kubelet lists {sorted(lacking)}, which the ledger lacks"
 
 
-def _ids_of(pod: tuple[str, str], by_place: Mapping[Place, tuple[frozenset[str], frozenset[str]]]) -> frozenset[str]:
-    return frozenset(each for place, both in by_place.items() if place[:2] == pod for ids in both for each in ids)
+def _ids_of(pod: tuple[str, str], by_place: Mapping[Place, Ids]) -> frozenset[str]:
+    return frozenset[str]().union(*(ids for place, both in by_place.items() if place[:2] == pod for ids in both))
 
 
-def _brief(both: tuple[frozenset[str], frozenset[str]] | None) -> str:
-    if both is None:
-        return "nothing"
-    return " and ".join(f"{len(ids)} ids from {min(ids, default='-')} to {max(ids, default='-')}" for ids in both)
+def _brief(both: Ids | None) -> str:
+    return (
+        " and ".join(f"{len(ids)} ids from {min(ids, default='-')} to {max(ids, default='-')}" for ids in both or ()) or "nothing"
+    )

@@ -18,7 +18,6 @@ import grpc
 
 from . import build, image, manifests, traces
 from .api import NAMESPACE, PODS, Api, ApiError, Pods
-from .devices import make_devices
 from .manifests import Json
 from .places import (
     AUDIT_LOG,
@@ -66,8 +65,7 @@ class Cluster:
     api: Api
     pods: Pods
 
-    def __init__(self, gpus: int = 8) -> None:
-        self._gpus = gpus
+    def __init__(self) -> None:
         self._lock: IO[str] | None = None
         #: The runtime's folder, and the archive of an image that is in it.
         self._imported: set[tuple[Path, Path]] = set()
@@ -125,7 +123,7 @@ class Cluster:
         for name in ("logs", "pki", "cni", "pod-logs"):
             (STATE / name).mkdir(parents=True)
         traces.claim_folders()
-        make_devices(self._gpus, traces.DEVICES)
+        traces.make_devices(gpus=8)
 
     # -- parts
 
@@ -199,7 +197,7 @@ class Cluster:
         command: list[str | Path] = [software.runtime / "containerd", "--config", config]
         self.processes.start("containerd", command, {"PATH": f"{software.runtime}:{os.environ['PATH']}"})  # it has the shim
 
-    def wait_containerd(self, timeout: float = 120) -> None:
+    def wait_containerd(self) -> None:
         """Waits until the container runtime answers the kubelet's kind of calls; its socket is there before that."""
         with grpc.insecure_channel(f"unix://{CONTAINERD_SOCKET}") as channel:
             version = channel.unary_unary("/runtime.v1.RuntimeService/Version")
@@ -211,7 +209,7 @@ class Cluster:
                     return False
                 return True
 
-            wait_until("the container runtime", answers, timeout)
+            wait_until("the container runtime", answers, 120)
 
     def import_image(self, archive: Path) -> None:
         """Gives the container runtime an image, unless this run has done it before: images outlive the runtime's process."""
@@ -346,7 +344,7 @@ class Cluster:
         """The node object."""
         return self.api.request("GET", f"/api/v1/nodes/{NODE}")
 
-    def wait_ready(self, timeout: float = 120) -> None:
+    def wait_ready(self) -> None:
         """Waits until the node is Ready."""
 
         def ready() -> bool:
@@ -357,17 +355,17 @@ class Cluster:
                 return False
             return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
-        wait_until("node Ready", ready, timeout, every=0.1)
+        wait_until("node Ready", ready, 120, every=0.1)
 
     def allocatable(self) -> dict[str, int]:
         """What the node object offers of the two resources."""
         offered = self.node()["status"].get("allocatable", {})
         return {name: int(offered[name]) for name in (manifests.CORE, manifests.MEMORY) if name in offered}
 
-    def wait_allocatable(self, cores: int, memory: int, timeout: float = 90) -> None:
+    def wait_allocatable(self, cores: int, memory: int) -> None:
         """Waits until the node object offers exactly this."""
         wanted = {manifests.CORE: cores, manifests.MEMORY: memory}
-        wait_until(f"allocatable {wanted}", lambda: self.allocatable() == wanted, timeout, every=0.2)
+        wait_until(f"allocatable {wanted}", lambda: self.allocatable() == wanted, 90, every=0.2)
 
     # -- pods
 

@@ -23,7 +23,6 @@ from .places import HERE
 APART: Final = {
     "page": "page",
     "test_benchmarks.py": "wire",
-    "test_dra_wire.py": "wire",
     "test_wire.py": "wire",
     "test_chart.py": "chart",
     "test_chart_claims.py": "chart",

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import yaml
 
-from gpumgr.ledger import store
 from gpumgr.sim.control import SimControl
 from gpumgr.sim.library import compile_library, prepare
 from tests.agent_settings import Sections, changed
@@ -221,10 +220,6 @@ class Installed(Agent):
             return pod is not None and pod["metadata"]["uid"] != old and pod["status"].get("phase") == "Running"
 
         wait_until("the DaemonSet's next pod", rolled, 120)
-
-    def checkpoint(self) -> Path:
-        """The ledger's file."""
-        return STATE / "ledger" / store.NAME
 
     def lose_memory(self) -> None:
         """A boot: the folder that is a tmpfs on a real node is empty."""

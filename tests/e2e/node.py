@@ -54,18 +54,18 @@ class Node:
         assert not failed, failed
         return {name: pods[name] for name in names}
 
-    def wait_phase(self, name: str, wanted: str, timeout: float = 60) -> Json:
+    def wait_phase(self, name: str, wanted: str) -> Json:
         """Waits for one pod's phase."""
-        pods = self.cluster.pods.wait(f"{name} {wanted}", lambda pods: name in pods and phase(pods[name]) == wanted, timeout)
+        pods = self.cluster.pods.wait(f"{name} {wanted}", lambda pods: name in pods and phase(pods[name]) == wanted, 60)
         return pods[name]
 
     def wait_log(self, name: str, line: str, container: str = "main") -> None:
         """Waits until a container has written this line."""
         wait_until(f"{line!r} of {name}", lambda: line in self.cluster.log_of(name, container).splitlines())
 
-    def wait_offered(self, wanted: Mapping[str, int], timeout: float = 60, every: float = 0.05) -> None:
+    def wait_offered(self, wanted: Mapping[str, int]) -> None:
         """Waits until the kubelet has this many healthy ids of these resources."""
-        wait_until(f"{dict(wanted)} offered", lambda: wanted.items() <= self.agent.offered().items(), timeout, every)
+        wait_until(f"{dict(wanted)} offered", lambda: wanted.items() <= self.agent.offered().items())
 
     @staticmethod
     def count(pods: Mapping[str, Json], names: Sequence[str], wanted: str) -> int:

@@ -87,6 +87,16 @@ class Machine:
         """One property of a unit."""
         return self.run("systemctl", "show", "--value", f"--property={name}", unit).strip()
 
+    def daemons(self) -> list[str]:
+        """The units of MPS daemons that run."""
+        words = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
+        return [line.split()[0] for line in self.run(*words).splitlines()]
+
+    def journal(self, output: str, *matches: str) -> str:
+        """All entries of the journal, oldest first: it is asked to take up first what has been sent."""
+        self.run("journalctl", "--sync")
+        return self.run("journalctl", "--quiet", f"--output={output}", *matches)
+
 
 @contextmanager
 def booted(binds: Mapping[Path, Path]) -> Iterator[Machine]:

@@ -41,15 +41,10 @@ class PodResources:
         """Closes the connection."""
         self._channel.close()
 
-    def list_raw(self, timeout: float = 30.0) -> bytes:
-        """One `List` call; the answer as it came."""
-        answer: bytes = self._list(b"", timeout=timeout, wait_for_ready=True)
-        return answer
-
     def try_list(self) -> bytes | None:
-        """One `List` call; None where the kubelet's limit refused it."""
+        """The answer of one `List` call as it came; None where the kubelet's limit refused it."""
         try:
-            return self.list_raw()
+            return bytes(self._list(b"", timeout=30.0, wait_for_ready=True))
         except grpc.RpcError:
             return None
 

@@ -55,7 +55,7 @@ def end_recorded(record: Path) -> None:
             kill_and_wait([int(pid)])
 
 
-def kill_and_wait(pids: Sequence[int], limit: float = 30.0) -> None:
+def kill_and_wait(pids: Sequence[int]) -> None:
     """SIGKILL to each, and back when they are gone (a child of ours counts as gone when it only waits to be read)."""
     started = {pid: start_time(pid) for pid in pids}
     for pid in pids:
@@ -63,7 +63,7 @@ def kill_and_wait(pids: Sequence[int], limit: float = 30.0) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline and any(then is not None and start_time(pid) == then for pid, then in started.items()):
         time.sleep(0.01)
 
@@ -109,9 +109,9 @@ class Processes:
         if code is not None:
             raise StartError(f"{name} ended with {code}:\n{self.tail(name)}")
 
-    def tail(self, name: str, size: int = 4000) -> str:
+    def tail(self, name: str) -> str:
         """The end of its log."""
-        return self.log(name).read_bytes()[-size:].decode(errors="replace") if self.log(name).exists() else "(no log)"
+        return self.log(name).read_bytes()[-4000:].decode(errors="replace") if self.log(name).exists() else "(no log)"
 
     def stop(self, name: str, grace: float = 30.0) -> int | None:
         """SIGTERM, after `grace` seconds (as many as Kubernetes gives a pod) SIGKILL; the exit status, None where `name` never ran."""

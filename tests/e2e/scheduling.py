@@ -2,10 +2,11 @@
 
 import json
 import socket
+import ssl
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,16 @@ def uuid(node: str, gpu: int) -> str:
     return f"GPU-{node}-{gpu}"
 
 
-def inventory(node: str, count: int) -> str:
-    """GPUs 0 and 2, 1 and 3 are joined by NVLinks; 0 and 1, 2 and 3 are on one NUMA node."""
-    rows = [["X" if a == b else "NV4" if abs(a - b) == 2 else "SYS" for b in range(count)] for a in range(count)]
-    gpus = tuple(
-        InventoryGpu(uuid=uuid(node, gpu), model=MODELS[node], memory=GPU_MEBIBYTES, numa=gpu // 2) for gpu in range(count)
-    )
+def inventory(node: str, count: int, model: str, linked: Callable[[int, int], bool], numa: int) -> str:
+    """GPUs that are linked are joined by NVLinks; each NUMA node has `numa` of them."""
+    rows = [["X" if a == b else "NV4" if linked(a, b) else "SYS" for b in range(count)] for a in range(count)]
+    gpus = tuple(InventoryGpu(uuid=uuid(node, n), model=model, memory=GPU_MEBIBYTES, numa=n // numa) for n in range(count))
     return encode(Inventory(topology_manager="none", gpus=gpus, levels=score_matrix(topology_from_matrix(rows))))
 
 
 def api_node(name: str, count: int, described: str | None = None) -> Json:
-    """`described`: its inventory."""
+    """`described`: its inventory; by default GPUs 0 and 2, 1 and 3 are linked; 0 and 1, 2 and 3 are on one NUMA node."""
+    described = described or inventory(name, count, MODELS[name], lambda a, b: abs(a - b) == 2, 2)
     amounts = {"cpu": "64", "memory": "512Gi", "pods": "250", manifests.CORE: str(100 * count), manifests.MEMORY: str(64 * count)}
     ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
     return {
@@ -64,10 +64,31 @@ def api_node(name: str, count: int, described: str | None = None) -> Json:
         "metadata": {
             "name": name,
             "labels": {"kubernetes.io/hostname": name, "api-only": "true"},
-            "annotations": {INVENTORY_ANNOTATION: described or inventory(name, count)},
+            "annotations": {INVENTORY_ANNOTATION: described},
         },
         "status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]},
     }
+
+
+def scheduled_pod(name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> Json:
+    """A pod for the API-only nodes, by default of the second kube-scheduler; `containers`: cores and blocks."""
+    spec = {"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec}
+    made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False, **spec)
+    made["metadata"]["annotations"] = dict(annotations or {})
+    return made
+
+
+def filter_status(port: int, tls: ssl.SSLContext | None = None) -> int | None:
+    """The status of an answer to filter: 200 of a leader, 503 of another replica, None of a process that does not listen."""
+    with (
+        suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+        tls.wrap_socket(plain, server_hostname="127.0.0.1") if tls else nullcontext(plain) as connection,
+    ):
+        connection.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        if answer := connection.recv(4096):
+            return int(answer.split()[1])
+    return None
 
 
 class Scheduled:
@@ -77,12 +98,9 @@ class Scheduled:
         self._cluster, self.page = cluster, page
         self._names: list[str] = []
 
-    def create(self, name: str, *containers: tuple[int, int], annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
-        made = pod(name, [container(f"c{place}", *each) for place, each in enumerate(containers)], bound=False)
-        made["spec"].update({"schedulerName": SCHEDULER, "nodeSelector": {"api-only": "true"}, **spec})
-        made["metadata"].setdefault("annotations", {}).update(annotations or {})
+    def create(self, name: str, *containers: tuple[int, int], **spec: Any) -> None:
         self._names.append(name)
-        self._cluster.create([made])
+        self._cluster.create([scheduled_pod(name, *containers, **spec)])
 
     def place(self, name: str, *containers: tuple[int, int], **spec: Any) -> tuple[str, list[list[str]]]:
         """Creates a pod and waits until it is bound: its node, and the GPUs of each container."""

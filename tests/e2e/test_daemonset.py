@@ -19,7 +19,7 @@ from . import daemonset, image_agent, tenants, traces
 from .agent import SIM, Agent
 from .cluster import Cluster
 from .daemonset import ACCOUNT, NAME, NAMESPACE, RUN, Installed
-from .gaps import Gap
+from .gaps import gap
 from .manifests import SHOW, SLEEP, Json, container, gpu_pod
 from .node import Node, cleared
 from .places import AUDIT_LOG, BOOT_ID, DEVICE_PLUGINS, STATE
@@ -80,8 +80,8 @@ def of(node: Node, name: str, phase: str = "Running") -> list[Json]:
     return [each for each in mine if each["status"].get("phase") == phase and "deletionTimestamp" not in each["metadata"]]
 
 
-def wait_replicas(node: Node, name: str, replicas: int, timeout: float = 150) -> None:
-    wait_until(f"{replicas} replicas of {name}", lambda: len(of(node, name)) == replicas, timeout, every=0.1)
+def wait_replicas(node: Node, name: str, replicas: int) -> None:
+    wait_until(f"{replicas} replicas of {name}", lambda: len(of(node, name)) == replicas, 150, every=0.1)
 
 
 def lives(node: Node, names: Iterable[str]) -> dict[str, tuple[str, str, int]]:
@@ -121,11 +121,11 @@ def test_pods_get_gpus_and_keep_them_in_the_next_pod_of_the_agent(node: Node, ag
     node.run([gpu_pod("share", 30, 16, command=SHOW), gpu_pod("whole", 100), gpu_pod("pair", 200)])
     node.wait_log("share", "shown")
     assert "NVIDIA_VISIBLE_DEVICES=GPU-" in node.cluster.log_of("share")
-    with Gap(agent.offers) as gap:
+    with gap(agent.offers) as seen:
         agent.renew()
         agent.wait_offered()
         time.sleep(0.1)
-    print({"container_start_to_registered_seconds": round(gap.longest[1] - agent.started(), 3)})
+    print({"container_start_to_registered_seconds": round(seen.longest[1] - agent.started(), 3)})
     deploy(node, deployment("scheduled", 3, 25, 20))
     wait_replicas(node, "scheduled", 3)
     node.check()
@@ -137,7 +137,7 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     before, ledger, old = lives(node, names), agent.ledger(), agent.newest()["metadata"]["uid"]
     deploy(node, deployment("arriving", 0, 10, 8))
     begun = time.monotonic()
-    with published(node.cluster) as publishing, Gap(agent.offers) as gap:
+    with published(node.cluster) as publishing, gap(agent.offers) as seen:
         agent.surge({})
         for replicas in range(1, 9):
             scale(node, "arriving", replicas)
@@ -159,10 +159,10 @@ def test_a_rolling_update_disturbs_no_pod(node: Node, agent: Installed) -> None:
     waits = [monotonic(line["timestamp"]) for line in agent.log() if line["event"] == "waiting_for_other_agent"]
     assert waits
     # On a busy machine the watch can be too slow to see a gap. The former agent ends after the next one has begun to wait for that.
-    rolled = Update(begun, gap.spans or [(waits[0], ended)])
+    rolled = Update(begun, seen.spans or [(waits[0], ended)])
     outside = outside_of([rolled], publishing.spans, appeared, denied)
     assert not outside, (outside, rolled)
-    print({"rolling_update_gap_seconds": round(gap.seconds, 3), "rolling_update_refused_pods": len(refused)})
+    print({"rolling_update_gap_seconds": round(seen.seconds, 3), "rolling_update_refused_pods": len(refused)})
 
 
 def created(pod: Json) -> float:
@@ -288,36 +288,30 @@ def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Inst
         "kubernetes": {"delete_failed_pods": True},
         "enforcement": {"evict": True, "over_limit_samples": 2, "over_limit_slack_mebibytes": 0},
     }
-    since = AUDIT_LOG.stat().st_size
-    agent.configure(changes)
-    try:
-        agent.start()
-        more = {("", "pods", "delete"), ("", "pods/eviction", "create")}
-        assert rights_granted(cluster) - plain == more
-        node.run([gpu_pod("greedy", 30, 16)])
-        process = SimProcess(pid=tenants.pids(node, "greedy")[-1], memory_bytes=20 * tenants.BLOCK)
-        agent.control.set_processes(tenants.gpu_index(node, "greedy"), [process])
-        cluster.wait_gone(["greedy"])
-        deploy(node, deployment("odd", 1, 150, 0))
-        wait_until("both used", lambda: more <= rights_used(since)[0], every=0.3)
-        used, refused = rights_used(since)
-        assert used <= rights_granted(cluster)
-        assert not refused
-    finally:
-        cluster.kubectl("delete", "deployment", "odd", "--ignore-not-found", "--cascade=foreground")
-        agent.control.clear()
-        agent.configure({})
-        agent.start()
+    more = {("", "pods", "delete"), ("", "pods/eviction", "create")}
+    with agent.configured(changes):
+        since = AUDIT_LOG.stat().st_size
+        try:
+            assert rights_granted(cluster) - plain == more
+            node.run([gpu_pod("greedy", 30, 16)])
+            process = SimProcess(pid=tenants.pids(node, "greedy")[-1], memory_bytes=20 * tenants.BLOCK)
+            agent.control.set_processes(tenants.gpu_index(node, "greedy"), [process])
+            cluster.wait_gone(["greedy"])
+            deploy(node, deployment("odd", 1, 150, 0))
+            wait_until("both used", lambda: more <= rights_used(since)[0], every=0.3)
+            used, refused = rights_used(since)
+            assert used <= rights_granted(cluster)
+            assert not refused
+        finally:
+            cluster.kubectl("delete", "deployment", "odd", "--ignore-not-found", "--cascade=foreground")
+            agent.control.clear()
 
 
 def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Installed) -> None:
     """The chart asks for Bidirectional propagation. The agent's pod mounts a tmpfs of limited size for each container; the container
     gets the file that is on it, keeps it while the agent is replaced, and the host's mount goes with the pod."""
     tenants.build_programs()
-    agent.configure({"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1}, "hami_core": tenants.library()})
-    agent.stop()
-    try:
-        agent.start()
+    with agent.configured({"enforcement": {"backend": "hami-core", "orphan_grace_seconds": 1}, "hami_core": tenants.library()}):
         node.run([tenants.tenant("bounded", "while sleep 1; do /programs/region_client show; done")])
         allocation = tenants.allocation(node, "bounded")
         folder = RUN / "hami-core" / allocation
@@ -335,10 +329,6 @@ def test_regions_of_the_daemonset_are_mounts_of_the_host(node: Node, agent: Inst
         assert not [line for line in agent.log() if line["event"] == "container_files_not_bounded"]
         node.delete(["bounded"])
         wait_until("no mount of the region", lambda: str(folder) not in Path("/proc/self/mountinfo").read_text())
-    finally:
-        agent.stop()
-        agent.configure({})
-    agent.start()
 
 
 def rights_of(pid: int) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """The kubelet hands ids out twice under load; with the agent behind it no two live pods ever share one."""
 
-import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import closing
 
 from .api import phase
 from .checks import doubles
 from .cluster import Cluster
+from .gaps import repeated
 from .manifests import SLEEP, Json, gpu_pod
 from .node import Node
 from .podresources import Place, PodResources, read_list
@@ -16,64 +16,43 @@ from .traces import live_containers
 LIST_EVERY = 0.012
 SAMPLE_EVERY = 0.25
 SHORT = "sleep 0.6"
-BACKLOG = 12
+BACKLOG = KEPT = 12
 
 
-@dataclass
 class Seen:
-    """What the observer saw."""
-
-    lists: int = 0
-    samples: int = 0
-    refused: int = 0
-    #: Pairs of live containers that held the same ids, with some of them.
-    doubles: dict[tuple[Place, Place], list[str]] = field(default_factory=dict)
-
-
-class Observer:
-    """Calls PodResources `List` every 12 ms, and looks into an answer now and then."""
+    """What PodResources `List` has shown. It is called every 12 ms, and an answer is looked into now and then."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._resources = PodResources()
-        self._stop = threading.Event()
-        self.seen = Seen()
-        self._thread = threading.Thread(target=self._run, name="observer")
+        self._cluster, self._resources = cluster, PodResources()
+        self._sampled = 0.0
+        self.lists = self.samples = self.refused = 0
+        #: Pairs of live containers that held the same ids, with some of them.
+        self.doubles: dict[tuple[Place, Place], list[str]] = {}
 
-    def __enter__(self) -> "Observer":
-        self._thread.start()
-        return self
+    def look(self) -> None:
+        data = self._resources.try_list()
+        self.lists += 1
+        if data is None:
+            self.refused += 1
+        elif time.monotonic() - self._sampled > SAMPLE_EVERY:
+            self._sampled = time.monotonic()
+            self._keep_doubles(data)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._resources.close()
-
-    def _run(self) -> None:
-        sampled = 0.0
-        while not self._stop.wait(LIST_EVERY):
-            data = self._resources.try_list()
-            self.seen.lists += 1
-            if data is None:
-                self.seen.refused += 1
-            elif time.monotonic() - sampled > SAMPLE_EVERY:
-                sampled = time.monotonic()
-                self.look(data)
-
-    def look(self, data: bytes) -> None:
-        """Keeps the duplicates of one answer where both holders have processes."""
-        self.seen.samples += 1
+    def _keep_doubles(self, data: bytes) -> None:
+        """Keeps pairs if both holders have processes."""
+        self.samples += 1
         found = doubles(each for each in read_list(data) if each.resource.startswith("tencent.com/"))
-        if not found:
-            return
-        pods = self._cluster.pods.all()
+        pods = self._cluster.pods.all() if found else {}
         for (one, other), ids in found.items():
             if all(place[1] in pods and live_containers(pods[place[1]]["metadata"]["uid"]) for place in (one, other)):
-                self.seen.doubles[one, other] = ids[:3]
+                self.doubles[one, other] = ids[:3]
+
+    def close(self) -> None:
+        self._resources.close()
 
 
-def churn(cluster: Cluster, seen: Seen, seconds: float, samples: int, keep: int = 12) -> dict[str, Json]:
-    """Creates four pods each quarter second, two thirds of them short. Deletes the oldest long ones when there are more than `keep`.
+def churn(cluster: Cluster, seen: Seen, seconds: float, samples: int) -> dict[str, Json]:
+    """Creates four pods each quarter second, two thirds of them short. Deletes the oldest long ones when there are more than 12.
 
     It lasts for `seconds`, and on a machine that stalls until the observer has looked `samples` times. Returns the pods that are left
     when all have come to rest.
@@ -89,8 +68,8 @@ def churn(cluster: Cluster, seen: Seen, seconds: float, samples: int, keep: int 
             number += 1
             if not short:
                 long.append(name)
-        cluster.delete(long[: max(0, len(long) - keep)])
-        long = long[-keep:]
+        cluster.delete(long[: max(0, len(long) - KEPT)])
+        long = long[-KEPT:]
         time.sleep(max(0.0, begun + 0.25 - time.monotonic()))
         # No backlog that fills the node: the kubelet starts fewer than ten pods a second on a small machine.
         cluster.pods.wait(
@@ -112,12 +91,12 @@ def test_no_two_live_pods_share_an_id(node: Node) -> None:
     node.agent.start(program="tests.agent.runner", environ={"COMMIT_SECONDS": "0.04"})
     try:
         node.offer_all()
-        with Observer(node.cluster) as observer:
-            pods = churn(node.cluster, observer.seen, SECONDS, SAMPLES)
-            outcome = Counter(phase(each) for each in pods.values())
-            print(f"{dict(outcome)}, {observer.seen}")
-        assert observer.seen.samples > SAMPLES
-        assert not observer.seen.doubles
+        with closing(Seen(node.cluster)) as seen, repeated(seen.look, LIST_EVERY):
+            pods = churn(node.cluster, seen, SECONDS, SAMPLES)
+        outcome = Counter(phase(each) for each in pods.values())
+        print(f"{dict(outcome)}, {seen.lists} lists, {seen.refused} of them refused")
+        assert seen.samples > SAMPLES
+        assert not seen.doubles
         assert outcome["Running"] > 0
         node.check()
     finally:

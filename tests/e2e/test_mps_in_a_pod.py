@@ -116,10 +116,10 @@ def unit_of(host: Machine, values: Mapping[str, Any], *prefix: str) -> list[str]
     ]
 
 
-def start_pod(host: Machine, name: str, values: Mapping[str, Any] = VALUES) -> None:
+def start_pod(host: Machine, name: str) -> None:
     """The agent's pod, until it is killed."""
-    arguments = chart.agent_container(chart.render(values))["args"]
-    host.run("systemd-run", f"--unit={name}", "--property=Type=exec", *unit_of(host, values), *arguments)
+    arguments = chart.agent_container(chart.render(VALUES))["args"]
+    host.run("systemd-run", f"--unit={name}", "--property=Type=exec", *unit_of(host, VALUES), *arguments)
 
 
 def kill_pod(host: Machine, name: str) -> None:
@@ -138,17 +138,9 @@ def doctor(host: Machine, values: Mapping[str, Any], *prefix: str) -> Mapping[st
     return found
 
 
-def daemons(host: Machine) -> list[str]:
-    """The units of daemons that run."""
-    words = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
-    return [line.split()[0] for line in host.run(*words).splitlines()]
-
-
 def events(host: Machine, pod: str) -> list[str]:
-    """What the agent of this pod logged; all of it, as the journal is asked to take up first what has been sent."""
-    host.run("journalctl", "--sync")
-    lines = host.run("journalctl", "--quiet", "--output=cat", f"--unit={pod}").splitlines()
-    return [json.loads(line)["event"] for line in lines if line.startswith("{")]
+    """What the agent of this pod logged."""
+    return [json.loads(line)["event"] for line in host.journal("cat", f"--unit={pod}").splitlines() if line.startswith("{")]
 
 
 def exclusive() -> int:
@@ -160,7 +152,7 @@ def exclusive() -> int:
 def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machine, kubelet: Kubelet) -> None:
     start_pod(host, "agent-1")
     kubelet.run("first")
-    (unit,) = daemons(host)
+    (unit,) = host.daemons()
     pid = host.show(unit, "MainPID")
     assert host.show(unit, "ControlGroup") == f"/system.slice/{unit}"
     assert host.run("findmnt", "--noheadings", "--output=FSTYPE,SIZE", "gpumgr-mps").split() == ["tmpfs", "1G"]
@@ -168,7 +160,7 @@ def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machi
 
     kill_pod(host, "agent-1")
     assert host.show(unit, "MainPID") == pid
-    assert daemons(host) == [unit]
+    assert host.daemons() == [unit]
 
     start_pod(host, "agent-2")
     kubelet.run("second")
@@ -182,7 +174,7 @@ def test_daemons_outlive_the_agents_pod_and_the_next_one_adopts_them(host: Machi
     wait_until("their ids free", lambda: events(host, "agent-2").count("allocation_freed") == 2, timeout=120, every=1)
     kubelet.run("whole", cores=800, memory_blocks=0)  # for which the daemon has to make room
     assert exclusive() == 0
-    wait_until("no daemon", lambda: not daemons(host))
+    wait_until("no daemon", lambda: not host.daemons())
     wait_until("its mount gone", lambda: "gpumgr-mps" not in host.run("cat", "/proc/mounts"))
     kill_pod(host, "agent-2")
 

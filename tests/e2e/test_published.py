@@ -1,7 +1,6 @@
 """What a real API server holds of the agent's decisions, written with the rights of config/examples/rbac.yaml alone."""
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
@@ -65,20 +64,6 @@ def test_a_refusal_is_in_the_pods_events_and_in_the_history(node: Node) -> None:
     (event,) = node.events("odd", "GpuRefused")
     assert event["metadata"]["annotations"]["gpumgr.io/allocation"] == entry["id"]
     assert entry["code"] == "invalid_request"
-
-
-def test_without_enforcement_the_pods_event_reports_it(node: Node) -> None:
-    """The event of its placement, so that saying it costs the API server nothing more."""
-    node.run([gpu_pod("free", 30, 16)])
-    said = "GpuLimitNotEnforced: nothing on this node keeps container main within its share (enforcement backend none)"
-    node.event("free", "GpuPlaced", re.escape(said))
-    uid = node.cluster.pods.all()["free"]["metadata"]["uid"]
-    reasons = [each["reason"] for each in node.cluster.api.events("free", uid)]
-    assert [reason for reason in reasons if reason.startswith("Gpu")] == ["GpuPlaced"]
-    said = "GPU 0-7: memory none, cores none"
-    wait_until(
-        "the node's word", lambda: node.cluster.node()["metadata"].get("annotations", {}).get("gpumgr.io/enforcement") == said
-    )
 
 
 def test_labels_condition_and_events_of_the_node(node: Node) -> None:

@@ -22,7 +22,7 @@ from .manifests import container, pod
 from .node import cleared
 from .places import PROJECT
 from .processes import free_ports, wait_listening, wait_until
-from .scheduling import Scheduled, api_nodes, rights, start_kube_scheduler, start_replica
+from .scheduling import Scheduled, api_nodes, filter_status, rights, start_kube_scheduler, start_replica
 
 CERTIFICATES: Final = PROJECT / "tests" / "component" / "web" / "certificates"
 LABEL: Final = "gpumgr.io/scheduler-leader"
@@ -66,19 +66,11 @@ class Replicas:
 
         return wait_until("a leader", leader)
 
-    def status(self, name: str) -> int:
-        """The status of a filter call to one replica. Raises OSError if it does not listen."""
+    def waits(self, name: str) -> bool:
+        """Whether the replica listens, and knows that it does not lead."""
         context = ssl.create_default_context(cafile=CERTIFICATES / "ca.crt")
         context.load_cert_chain(CERTIFICATES / "client.crt", CERTIFICATES / "client.key")
-        with (
-            socket.create_connection(("127.0.0.1", self.ports[name])) as plain,
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
-        ):
-            secured.sendall(b"POST /scheduler/filter HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
-            answer = secured.recv(4096)
-        if not answer:
-            raise ConnectionResetError
-        return int(answer.split()[1])
+        return filter_status(self.ports[name], context) == 503
 
     def close(self) -> None:
         self._service.close()
@@ -162,7 +154,7 @@ def test_a_leader_that_is_killed_or_stopped_is_replaced_in_a_stream_of_pods(
     wait_until("ten pods bound", lambda: all(pods.node_of(name) for name in names[:10]), 120)
     assert replicas.wait_leader(other_than=leader) == other, "the dead leader's label was removed"
     replicas.start(leader)
-    wait_until("the other replica", lambda: _ready(replicas, leader))
+    wait_until("the other replica", lambda: replicas.waits(leader))
     for name in names[10:15]:
         pods.create(name, (50, 32))
     assert cluster.processes.stop(other) == 0
@@ -174,11 +166,3 @@ def test_a_leader_that_is_killed_or_stopped_is_replaced_in_a_stream_of_pods(
     wait_until("all pods bound", lambda: all(pods.node_of(name) for name in names), 120)
     assert set(Counter(pods.placed(name)[1][0][0] for name in names).values()) == {2}
     assert replicas.leaders() == [leader]
-
-
-def _ready(replicas: Replicas, name: str) -> bool:
-    """It listens, and knows that it does not lead."""
-    try:
-        return replicas.status(name) == 503
-    except OSError:
-        return False

@@ -121,10 +121,7 @@ def named_ledger(host: Machine, *pods: str) -> list[dict[str, Any]]:
 
 
 def journal(host: Machine, *matches: str) -> list[dict[str, Any]]:
-    """Entries of the journal, oldest first; all of them, as it is asked to take up first what has been sent."""
-    host.run("journalctl", "--sync")
-    text = host.run("journalctl", "--quiet", "--output=json", *matches)
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in host.journal("json", *matches).splitlines()]
 
 
 def test_an_installation_is_sound_and_can_be_repeated(host: Machine) -> None:
@@ -219,8 +216,7 @@ def test_a_hung_agent_is_killed_and_started_again(service: Machine, kubelet: Kub
     service.run("systemctl", "kill", "--signal=STOP", UNIT)
     wait_until("a new agent", lambda: service.show(UNIT, "MainPID") not in ("0", hung), every=0.1)
     wait_until("READY", lambda: service.show(UNIT, "ActiveState") == "active", every=0.1)
-    service.run("journalctl", "--sync")
-    assert "Watchdog timeout" in service.run("journalctl", "--quiet", "--output=cat", f"--unit={UNIT}")
+    assert "Watchdog timeout" in service.journal("cat", f"--unit={UNIT}")
     assert ledger(service) == before
 
 
@@ -251,12 +247,11 @@ def test_the_sandbox_lets_the_agent_do_its_work_and_no_more(service: Machine, ku
     inside = ("nsenter", f"--target={service.show(UNIT, 'MainPID')}", "--mount", "--")
     assert service.run(*inside, "ls", PLUGINS.parent / "pods") == ""
     assert service.run("cat", secret) == "s3cret"
-    listed = ("systemctl", "list-units", "--plain", "--no-legend", "--state=running", "gpumgr-mps-*")
-    (daemon,) = service.run(*listed).splitlines()
+    (daemon,) = service.daemons()
     assert "gpumgr-mps /run/gpumgr/mps/" in service.run(*inside, "cat", "/proc/mounts")
     service.run("systemctl", "restart", UNIT)
     kubelet.run("second")
-    assert service.run(*listed).splitlines() == [daemon]
+    assert service.daemons() == [daemon]
     service.run(GPUMGR, "gpu", "cordon", "3", "--reason", "ECC errors")
     assert "successfully reset" in service.run(GPUMGR, "gpu", "reset", "3")
     assert service.show(UNIT, "ActiveState") == "active"

@@ -5,10 +5,9 @@ Two processes in turn, each as in a DaemonSet with a surge; test_daemonset has t
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -19,7 +18,7 @@ import pytest
 from .agent import Agent
 from .api import PODS, phase
 from .cluster import Cluster
-from .gaps import Gap
+from .gaps import Gap, gap, repeated
 from .manifests import CORE, MEMORY, SHOW, container, gpu_pod, pod
 from .node import Node, shown
 from .places import AGENT_STATE, NODE
@@ -59,39 +58,27 @@ class Update:
         return sum(end - begun for begun, end in self.gaps)
 
 
-class Arrivals:
-    """Creates a pod with a GPU again and again in a thread while the block lasts, and deletes the oldest.
+@contextmanager
+def arrivals(cluster: Cluster) -> Iterator[dict[str, float]]:
+    """Creates a pod with a GPU again and again while the block lasts, and deletes the oldest. Pod -> when it was created (monotonic clock),
+    at the latest.
 
     The kubelet admits it, and then waits for a volume that does not exist: containers would load the machine and lengthen the gaps.
     """
+    main = container(cores=5, memory=4, volumeMounts=[{"name": "missing", "mountPath": "/missing"}])
+    missing = [{"name": "missing", "configMap": {"name": "missing"}}]
+    created, numbers = dict[str, float](), count()
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._api = cluster.admin()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._create, daemon=True)
-        #: Pod -> when it was created (monotonic clock), at the latest.
-        self.created: dict[str, float] = {}
+    def create() -> None:
+        number = next(numbers)
+        name = f"arriving-{number}"
+        api.request("POST", PODS, pod(name, [main], volumes=missing))
+        created[name] = time.monotonic()
+        if number >= ARRIVED_PODS:
+            api.request("DELETE", f"{PODS}/arriving-{number - ARRIVED_PODS}?gracePeriodSeconds=1")
 
-    def __enter__(self) -> "Arrivals":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-        self._api.close()
-
-    def _create(self) -> None:
-        main = container(cores=5, memory=4, volumeMounts=[{"name": "missing", "mountPath": "/missing"}])
-        missing = [{"name": "missing", "configMap": {"name": "missing"}}]
-        for number in count():
-            name = f"arriving-{number}"
-            self._api.request("POST", PODS, pod(name, [main], volumes=missing))
-            self.created[name] = time.monotonic()
-            if number >= ARRIVED_PODS:
-                self._api.request("DELETE", f"{PODS}/arriving-{number - ARRIVED_PODS}?gracePeriodSeconds=1")
-            if self._stopping.wait(ARRIVES_EVERY_SECONDS):
-                return
+    with closing(cluster.admin()) as api, repeated(create, ARRIVES_EVERY_SECONDS):
+        yield created
 
 
 def denials(cluster: Cluster, since: float) -> dict[str, tuple[float, str]]:
@@ -131,11 +118,11 @@ def published(cluster: Cluster) -> Iterator[Gap]:
         found = api.request("GET", f"/api/v1/nodes/{NODE}")["status"]["allocatable"]
         return all(found.get(resource, "0") != "0" for resource in (CORE, MEMORY))
 
-    with Gap(has_devices) as gap:
-        yield gap
+    with gap(has_devices) as seen:
+        yield seen
         time.sleep(1.5 * STATUS_PERIOD_SECONDS)
-        signs = gap.signs
-        wait_until("the node object has the devices", lambda: gap.signs > signs)
+        signs = seen.signs
+        wait_until("the node object has the devices", lambda: seen.signs > signs)
     api.close()
 
 
@@ -143,12 +130,12 @@ def update(former: Agent, following: Agent) -> Update:
     """Replaces an agent as a DaemonSet with a surge does."""
     following.start(wait=False)
     wait_until("the next agent waits only for the former one's end", following.is_ready)
-    with Gap(former.offers, every_seconds=0.005) as gap:
+    with gap(former.offers, every_seconds=0.005) as seen:
         asked = time.monotonic()
         assert former.stop() == 0
         following.wait_offered()
     # On a busy machine the watch can be too slow to see a gap. Then the gap lies within the whole update.
-    return Update(asked, gap.spans or [(asked, time.monotonic())])
+    return Update(asked, seen.spans or [(asked, time.monotonic())])
 
 
 def run_updates(node: Node, number: int) -> dict[str, Any]:
@@ -156,23 +143,23 @@ def run_updates(node: Node, number: int) -> dict[str, Any]:
     updates: list[Update] = []
     loads, begun = [], time.monotonic()
     with taking_turns(node) as agents:
-        with published(node.cluster) as publishing, Arrivals(node.cluster) as arrivals:
+        with published(node.cluster) as publishing, arrivals(node.cluster) as created:
             for _ in range(number):
                 loads.append(os.getloadavg()[0])
                 updates.append(update(*agents))
                 agents.reverse()
         # The kubelet has decided on all of them before an agent is stopped without a successor.
-        node.delete(list(arrivals.created))
+        node.delete(list(created))
         node.run([gpu_pod("later", 20, 20)])
         node.check()
-        refused = {name: found for name, found in denials(node.cluster, begun).items() if name in arrivals.created}
-    outside = outside_of(updates, publishing.spans, arrivals.created, refused)
+        refused = {name: found for name, found in denials(node.cluster, begun).items() if name in created}
+    outside = outside_of(updates, publishing.spans, created, refused)
     lengths = [round(each.seconds, 3) for each in updates]
     figures = {
         "gap_seconds": lengths,
         "median_gap_seconds": round(statistics.median(lengths), 3),
         "longest_gap_seconds": max(lengths),
-        "pods": len(arrivals.created),
+        "pods": len(created),
         "refused": len(refused),
         "refused_by_published_status": sum(UNPUBLISHED in line for _, line in refused.values()),
         "machine_load": [round(min(loads), 1), round(max(loads), 1)],

@@ -8,23 +8,48 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .devices import remove_devices
 from .places import AGENT_STATE, BOOT_ID, CGROUPS, CONTAINER_LOGS, CONTAINERD_SOCKET, DEVICE_PLUGINS, POD_LOGS, STATE
 from .processes import end_recorded, kill_and_wait
 
 RECORD = STATE / "processes"
-DEVICES = STATE / "devices.json"
+_DEVICES = STATE / "devices.json"
+_FRONTEND_MAJOR, _UVM_MAJOR = 195, 511
 #: Folders outside STATE that this run made, one a line, parents first.
 FOLDERS = STATE / "folders"
 
 
 class OccupiedError(Exception):
     """Another kubelet lives on this machine: its folder of device plugins is needed."""
+
+
+def make_devices(gpus: int) -> None:
+    """Makes the NVIDIA device nodes that this machine lacks, and remembers them, so that a later run can remove them too."""
+    nodes = {f"/dev/nvidia{index}": (_FRONTEND_MAJOR, index) for index in range(gpus)}
+    nodes |= {
+        "/dev/nvidiactl": (_FRONTEND_MAJOR, 255),
+        "/dev/nvidia-uvm": (_UVM_MAJOR, 0),
+        "/dev/nvidia-uvm-tools": (_UVM_MAJOR, 1),
+    }
+    missing = {path: numbers for path, numbers in nodes.items() if not os.path.lexists(path)}
+    _DEVICES.write_text(json.dumps(missing))
+    for path, numbers in missing.items():
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(*numbers))
+        os.chmod(path, 0o666)
+
+
+def _remove_devices() -> None:
+    """Unless others have replaced them."""
+    for path, numbers in json.loads(_DEVICES.read_text()).items() if _DEVICES.exists() else ():
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(path)
+            if stat.S_ISCHR(status.st_mode) and status.st_rdev == os.makedev(*numbers):
+                os.unlink(path)
 
 
 def claim_folders() -> None:
@@ -55,7 +80,7 @@ def remove() -> None:
     _end_containers()
     _unmount()
     _remove_cgroups()
-    remove_devices(DEVICES)
+    _remove_devices()
     _remove_links()
     for name in ("kubelet.sock", "kubelet_internal_checkpoint"):
         (DEVICE_PLUGINS / name).unlink(missing_ok=True)
@@ -155,9 +180,9 @@ def _unmount() -> None:
             subprocess.run(["umount", "--lazy", mount], check=False, stderr=subprocess.DEVNULL)
 
 
-def _remove_cgroups(patience: float = 30) -> None:
+def _remove_cgroups() -> None:
     """Again and again for a while: a process that was killed stays in its cgroup until it is gone."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 30
     while any(_cgroups()):
         for tree in _cgroups():
             for folder, _, _ in os.walk(tree, topdown=False):

@@ -127,7 +127,6 @@ class HardwareNode:
     tenants: TenantProcesses
     agent: AgentProcess
     log: AgentLog
-    several_gpus: bool
     _pods: list[SimPod] = field(default_factory=list)
 
     async def start(self, environ: Mapping[str, str]) -> None:
@@ -162,7 +161,7 @@ class HardwareNode:
         if status.phase != "Running":
             raise RuntimeError(f"{status.reason}: {status.message}")
         answer = await self.kubelet.start_container(pod, "main")
-        answered, self.tenants.binds = host_environment(answer, several_gpus=self.several_gpus)
+        answered, self.tenants.binds = host_environment(answer)
         self.tenants.program, self.tenants.environ = program, {**answered, **environ}
         started = self.runtime.run(pod, "main")
         assert started.pid is not None
@@ -204,7 +203,7 @@ class Tenant:
         self.node.kubelet.delete(self.pod.uid)
 
 
-def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[Mapping[str, str], Mapping[Path, Path]]:
+def host_environment(answer: ContainerResponse) -> tuple[Mapping[str, str], Mapping[Path, Path]]:
     """The environment of a process with only the mounts that the library or driver needs at fixed paths, and these mounts (path -> the
     host's): other paths in the container become the host's."""
     envs = dict(answer.envs)
@@ -216,8 +215,6 @@ def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[
     library = hosts.get("/usr/local/vgpu/libvgpu.so")
     if library is not None:
         envs |= {"LD_PRELOAD": library, "CUDA_REDIRECT": library}
-    if several_gpus and "CUDA_MPS_PIPE_DIRECTORY" not in envs:
-        envs["CUDA_VISIBLE_DEVICES"] = envs["NVIDIA_VISIBLE_DEVICES"]
     binds = {Path("/dev/shm"): Path(hosts["/dev/shm"])} if "/dev/shm" in hosts else {}
     if (library := hosts.get(f"{PAGES_IN_CONTAINER}/{LIBRARY}")) is not None:
         envs["LD_PRELOAD"] = library
@@ -227,9 +224,7 @@ def host_environment(answer: ContainerResponse, *, several_gpus: bool) -> tuple[
 
 
 @contextlib.asynccontextmanager
-async def open_hardware_node(
-    folder: Path, settings: Sections, *, arguments: Sequence[str] = (), several_gpus: bool = False
-) -> AsyncIterator[HardwareNode]:
+async def open_hardware_node(folder: Path, settings: Sections, *, arguments: Sequence[str] = ()) -> AsyncIterator[HardwareNode]:
     """`folder` must have a short path; `settings` of the agent, by section, over the settings that keep it in `folder`; `arguments`: more
     of `gpumgr run`. All ends at the exit."""
     own: Sections = {"node": {"name": "hardware"}, "kubernetes": {"enabled": False}, "log": {"format": "json"}}
@@ -244,7 +239,7 @@ async def open_hardware_node(
         log = AgentLog()
         agent = AgentProcess(["run", "--config", str(config), *arguments], log)
         stack.push_async_callback(agent.close)
-        yield HardwareNode(kubelet=kubelet, runtime=runtime, tenants=tenants, agent=agent, log=log, several_gpus=several_gpus)
+        yield HardwareNode(kubelet=kubelet, runtime=runtime, tenants=tenants, agent=agent, log=log)
 
 
 def unmount_below(folder: Path) -> None:

@@ -53,9 +53,9 @@ class TenantProcess:
         """The CUresult of a command that allocates: 0 granted, 2 out of memory."""
         return int((await self.ask(command, timeout_seconds)).rpartition(" ")[2])
 
-    async def number(self, command: str, name: str, timeout_seconds: float = ANSWER_SECONDS) -> int:
+    async def number(self, command: str, name: str) -> int:
         """The number that follows `name` in the answer."""
-        words = (await self.ask(command, timeout_seconds)).split()
+        words = (await self.ask(command)).split()
         return int(words[words.index(name) + 1])
 
     async def init(self, timeout_seconds: float = ANSWER_SECONDS) -> None:
@@ -63,11 +63,11 @@ class TenantProcess:
         answer = await self.ask("init", timeout_seconds)
         assert answer.startswith("init 0 retain 0 set 0 devices 1 "), f"no context: {answer}; {self.stderr()[-500:]}"
 
-    async def output(self, timeout_seconds: float = ANSWER_SECONDS) -> tuple[int, str]:
+    async def output(self) -> tuple[int, str]:
         """Exit status and stdout of a program that was started with `Container.exec`. Raises TimeoutError."""
         assert self._started is not None
         self.close()
-        async with asyncio.timeout(timeout_seconds):
+        async with asyncio.timeout(ANSWER_SECONDS):
             return await self._started.wait(), (await self._reader.read()).decode(errors="replace")
 
     def stderr(self) -> str:

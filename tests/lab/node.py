@@ -78,9 +78,9 @@ class Tenant:
     def main(self) -> TenantProcess:
         return self.container.main
 
-    async def another(self, *arguments: str, environ: Mapping[str, str] | None = None) -> TenantProcess:
+    async def another(self, *arguments: str) -> TenantProcess:
         """A further process with a context: the tenant's program, or a command that starts it."""
-        process = await self.container.exec(*arguments, environ=environ)
+        process = await self.container.exec(*arguments)
         await process.init()
         return process
 
