@@ -40,12 +40,12 @@ def explain(misfits: Iterable[tuple[int, str, Misfit]]) -> str:
     ordered = sorted(groups.values(), key=lambda group: (group.misfit.less, -group.count, group.node))
     total = sum(group.count for group in ordered)
     if total == 1:
-        return bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0], name_node=False)}")
+        return bounded(f"has {_reason(ordered[0].misfit)}{_closest(ordered[0].misfit, '')}")
     nearest = min(ordered, key=lambda group: (group.misfit.container is None, group.misfit.distance, group.node))
-    reasons = [
-        f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{_closest(group) if group is nearest else ''}"
-        for group in ordered
-    ]
+    reasons = []
+    for group in ordered:
+        closest = _closest(group.misfit, group.node[:63]) if group is nearest else ""
+        reasons.append(f"{group.count} {'has' if group.count == 1 else 'have'} {_reason(group.misfit)}{closest}")
     return bounded(f"for the {total} nodes with enough in total: {', '.join(reasons)}")
 
 
@@ -75,18 +75,17 @@ def _reason(misfit: Misfit) -> str:
     return f"no GPU{constraints.text} with {container.cores} free cores and {memory_text(container.memory_mebibytes)}"
 
 
-def _closest(group: _Group, *, name_node: bool = True) -> str:
-    misfit = group.misfit
+def _closest(misfit: Misfit, node: str) -> str:
+    """What is free where the request lacks least; `node` is named if it is not empty."""
     if misfit.container is None or misfit.none_allowed:
         return ""
-    place = f"{group.node[:63]}" if name_node else ""
     if misfit.container.whole or misfit.container.gpus > 1:
         found = f"{misfit.free_gpus} free"
-        return f" (closest: {place}, {found})" if place else f" ({found})"
+        return f" (closest: {node}, {found})" if node else f" ({found})"
     if misfit.closest is None:
         return ""
     gpu, room = misfit.closest
-    where = f"{place} GPU {gpu}".strip()
+    where = f"{node} GPU {gpu}".strip()
     return f" (closest: {where}, {room.cores} cores and {memory_text(room.memory_mebibytes)})"
 
 

@@ -155,15 +155,16 @@ def plus_taken(used: Sequence[Amounts], taken: Mapping[int, Amounts]) -> Used:
 
 def summarize(node: NodeState, used: Used) -> tuple[Totals, Amounts]:
     """(totals, what is free on all offered GPUs together, as kube-scheduler counts it)."""
-    totals = Totals()
+    totals, sums = Totals(), NOTHING
     for gpu, held in zip(node.gpus, used, strict=True):
         free = _free(gpu, held)
         part = _part(gpu, held, free)
+        sums = sums + free if gpu.offered else sums
         totals["gpus", gpu.model, part] += 1
         for each, amounts in (("used", held), ("stranded" if part == "full" else part, free)):
             totals["cores", gpu.model, each] += amounts.cores
             totals["memory", gpu.model, each] += amounts.memory_mebibytes
-    return totals, sum((_free(gpu, held) for gpu, held in zip(node.gpus, used, strict=True) if gpu.offered), NOTHING)
+    return totals, sums
 
 
 def _free(gpu: GpuState, held: Amounts) -> Amounts:

@@ -58,7 +58,7 @@ class Leadership:
 
     def outlives(self, seconds: float) -> bool:
         """Whether this replica answers, and is sure to lead for so many seconds from now on."""
-        return self.answers and self._candidate.leads(self._clock(), for_seconds=seconds)
+        return self.answers and self._candidate.leads(self._clock() + seconds)
 
     async def run(self) -> NoReturn:
         async with asyncio.TaskGroup() as group:

@@ -46,8 +46,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     seen_at: float = float("-inf")
     until: float = float("-inf")
 
-    def leads(self, now: float, *, for_seconds: float = 0.0) -> bool:
-        return now + for_seconds < self.until
+    def leads(self, now: float) -> bool:
+        return now < self.until
 
     def read(self, lease: Lease | None, now: float) -> "Candidate":
         """The replica's view after it has read the Lease. `now` is a time after the answer."""
