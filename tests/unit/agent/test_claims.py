@@ -357,6 +357,12 @@ async def test_only_so_many_unprepared_claims_are_kept(node: Node, monkeypatch: 
             await node.prepare(ref)
 
 
+@pytest.mark.parametrize(("cores", "mebibytes"), [(0, 256), (10, 0)])
+async def test_a_share_without_cores_or_memory_is_refused(node: Node, cores: int, mebibytes: int) -> None:
+    with pytest.raises(Refusal, match="both must be more than 0"):
+        await node.prepare(node.claim("a", node.share(0, cores, mebibytes)))
+
+
 async def test_two_calls_at_the_same_time_grant_once(node: Node) -> None:
     ref = node.claim("a", node.share(0, 60, 512))
     first, second = await asyncio.gather(node.prepare(ref), node.prepare(ref))
