@@ -49,24 +49,18 @@ async def test_only_demanded_gpus_are_chosen(folder: Path, container: SimContain
 @pytest.mark.parametrize(
     ("container", "annotations", "reason"),
     [
-        (container, {"nvidia.com/use-gpuuuid": UUIDS[3]}, f"{UUIDS[0]}, and the pod demands a GPU of UUID {UUIDS[3]}")
-        for container in (hami(gpumem=100), app(20, 1))
-    ]
-    + [
-        (hami(gpumem=100), {"nvidia.com/vgpu-mode": modes}, f"and the pod demands a GPU in mode {modes if modes == 'mig' else 'unknown'}")
-        for modes in ("mig", "mps", "")
-    ]
-    + [
-        (hami(2, gpumem=100), {"nvidia.com/numa-bind": "1"},
-         "the pod demands 2 GPUs of one NUMA node, and the driver reports no GPU's NUMA node"),
+        (hami(gpumem=100), {"nvidia.com/use-gpuuuid": UUIDS[3]}, f"{UUIDS[0]}, and the pod demands a GPU of UUID {UUIDS[3]}"),
+        (app(20, 1), {"nvidia.com/use-gpuuuid": UUIDS[3]}, f"{UUIDS[0]}, and the pod demands a GPU of UUID {UUIDS[3]}"),
+        (hami(gpumem=100), {"nvidia.com/vgpu-mode": "mig"}, "and the pod demands a GPU in mode mig"),
+        (hami(gpumem=100), {"nvidia.com/vgpu-mode": "mps"}, "and the pod demands a GPU in mode unknown"),
+        (hami(gpumem=100), {"nvidia.com/vgpu-mode": ""}, "and the pod demands a GPU in mode unknown"),
         (hami(gpumem=100), {"gpumgr.io/use-gpu-uuid": "0,1"}, "annotation gpumgr.io/use-gpu-uuid: '0' is no UUID of a GPU"),
     ],
-)  # fmt: skip
+)
 async def test_a_demand_that_no_gpu_with_room_meets_is_refused_with_the_reason(
     folder: Path, container: SimContainer, annotations: Mapping[str, str], reason: str
 ) -> None:
-    node_of_test = snapshot(4) if "nvidia.com/numa-bind" in annotations else NODE
-    async with stage(folder, node=node_of_test, kinds=WITHOUT_MIG) as node:
+    async with stage(folder, node=NODE, kinds=WITHOUT_MIG) as node:
         await node.run_all(node.pod("whole", app(100, 1), annotations={"nvidia.com/use-gpuuuid": UUIDS[3]}))
         await node.refused(node.pod("a", container, annotations=annotations), reason)
         assert not gpus_of(node, "a")
