@@ -6,7 +6,7 @@ container can write any bytes into these two pages, so limits are never read fro
 
 import ctypes
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -173,20 +173,18 @@ def decode_limits(page: bytes) -> tuple[PageLimits, ...]:
 def limits_words(page: bytes, wanted: Sequence[PageLimits]) -> list[tuple[str, int, bytes]]:
     """The words of `page` that differ from these limits: (name, offset, bytes to write)."""
     found = Limits.from_buffer_copy(page)
-    words: list[tuple[str, type[Any], int, int, Any]] = [
-        (name, Limits, 0, value, found) for name, value in (("magic", MAGIC), ("version", VERSION), ("gpus", len(wanted)))
-    ]
-    differing: list[tuple[str, int, bytes]] = []
+    differing = _differing(found, 0, {"magic": MAGIC, "version": VERSION, "gpus": len(wanted)})
     for index, (gpu, seen) in enumerate(zip(wanted, found.gpu, strict=False)):
         start, raw = Limits.gpu.offset + index * ctypes.sizeof(LimitsGpu), uuid_bytes(gpu.uuid)
         if bytes(seen.uuid) != raw:
             differing += [("uuid", start, raw[:8]), ("uuid", start + 8, raw[8:])]
-        words += [(name, LimitsGpu, start, getattr(gpu, field), seen) for name, field in _FIELDS.items()]
-    for name, layout, start, value, seen in words:
-        if getattr(seen, name) != value:
-            at = getattr(layout, name)
-            differing.append((name, start + at.offset, value.to_bytes(at.size, "little")))
+        differing += _differing(seen, start, {name: getattr(gpu, field) for name, field in _FIELDS.items()})
     return differing
+
+
+def _differing(seen: ctypes.Structure, start: int, wanted: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
+    fields = {name: getattr(type(seen), name) for name, value in wanted.items() if getattr(seen, name) != value}
+    return [(name, start + at.offset, wanted[name].to_bytes(at.size, "little")) for name, at in fields.items()]
 
 
 def decode_slots(data: bytes, gpus: int) -> tuple[Slot, ...]:

@@ -392,7 +392,7 @@ async def test_a_container_has_the_limits_of_its_share_when_it_starts_and_when_t
     place: Place, share: GpuShare, limits: tuple[int, int, int]
 ) -> None:
     for act in (place.check, place.start):
-        await act(share)
+        assert not await act(share)
         page = place.granted
         assert (page.share_percent, page.ceiling_percent, page.memory_bytes >> 20) == limits
     assert await place.check(share) == []
@@ -403,6 +403,10 @@ async def test_a_container_has_the_limits_of_its_share_when_it_starts_and_when_t
 # -- findings --------------------------------------------------------------------------------------------------------------------
 
 
+def _name_other_gpus(pages: Pages) -> None:
+    pages.limits.gpus, pages.limits.gpu[0].uuid[0] = 2, 7
+
+
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
@@ -411,6 +415,7 @@ async def test_a_container_has_the_limits_of_its_share_when_it_starts_and_when_t
         (lambda pages: setattr(pages.use, "version", 7), "the head of the page 'use' was changed"),
         (lambda pages: setattr(pages.limits.gpu[0], "memory_bytes", 1 << 60), "the limit 'memory_bytes' was changed"),
         (lambda pages: setattr(pages.limits.gpu[0], "share", 100), "the limit 'share' was changed"),
+        (_name_other_gpus, "the limit 'gpus' was changed, the limit 'uuid' was changed"),
     ],
 )
 async def test_a_page_that_was_changed_is_restored_and_reported_once(

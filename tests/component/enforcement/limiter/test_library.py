@@ -125,6 +125,35 @@ def test_it_reads_no_environment_and_handles_no_signal(target: Target) -> None:
     assert [name for name in undefined if _FORBIDDEN.fullmatch(name)] == []
 
 
+_STRUCTURES = {
+    pages.Limits: "gm_limits",
+    pages.LimitsGpu: "gm_limits_gpu",
+    pages.UseHead: "gm_use",
+    pages.Use: "gm_use",
+    pages.UseGpu: "gm_use_gpu",
+    pages.UseSlot: "gm_use_slot",
+    pages.UseSlotGpu: "gm_use_slot_gpu",
+    pages.Turn: "gm_turn",
+    pages.TurnGpu: "gm_turn_gpu",
+}
+#: Fields with another name in pages.h.
+_IN_C = {"passes": "pass", "changes": "reserved[0]", "pending_bytes": "reserved[0]"}
+
+
+def test_the_compiler_has_the_same_layouts_of_the_pages(tmp_path: Path) -> None:
+    ours, lines = {}, list[str]()
+    for layout, structure in _STRUCTURES.items():
+        for name in {field[0] for field in layout._fields_} - {"reserved", "head"}:
+            ours[structure, name] = f"{getattr(layout, name).offset} {getattr(layout, name).size}"
+            field = f"struct {structure}, {_IN_C.get(name, name)}"
+            lines.append(f'printf("%zu %zu\\n", offsetof({field}), SIZE({field}));')
+    head = '#include "pages.h"\n#include <stddef.h>\n#include <stdio.h>\n#define SIZE(of, field) sizeof ((of *)0)->field\n'
+    (tmp_path / "layouts.c").write_text(f"{head}int main(void) {{ {' '.join(lines)} }}")
+    compile_program(tmp_path / "layouts", [tmp_path / "layouts.c"], ("-I", str(SOURCES)))
+    printed = subprocess.run([tmp_path / "layouts"], check=True, capture_output=True, text=True).stdout
+    assert dict(zip(ours, printed.splitlines(), strict=True)) == ours
+
+
 def test_a_program_without_cuda_is_left_alone(node: Node) -> None:
     container = node.container(50)
     before = [container.path(name).read_bytes() for name in pages.LAYOUTS]
