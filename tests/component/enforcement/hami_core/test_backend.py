@@ -140,6 +140,10 @@ SEEDED = f"magic=19920718 version=1.2 memory={MEMORY_BYTES} cores={CORES} switch
 async def test_the_core_call_brings_all_but_the_memory(unstarted: Place) -> None:
     port: Backend = unstarted.backend
     answer = port.prepare(tenant(), "core")
+    assert [content(each.host_path) for each in answer.mounts[:2]] == [
+        content(unstarted.library),
+        b"/usr/local/vgpu/libvgpu.so\n",
+    ]
     await port.start(tenant())
     assert port.prepare(tenant(), "core") == answer == unstarted.agent().prepare(tenant(), "core")
     assert answer.envs == {
@@ -157,7 +161,6 @@ async def test_the_core_call_brings_all_but_the_memory(unstarted: Place) -> None
     ]
     assert (library.container_path, library.read_only) == ("/usr/local/vgpu/libvgpu.so", True)
     assert (preload.container_path, preload.read_only) == ("/etc/ld.so.preload", True)
-    assert content(preload.host_path) == b"/usr/local/vgpu/libvgpu.so\n"
     assert mode(library.host_path) == 0o755
     assert mode(preload.host_path) == 0o644
     assert mode(region) == 0o666
