@@ -293,6 +293,8 @@ class Daemon:
     def _obey_3(self, words: Sequence[str], options: dict[str, str]) -> str:
         owner = options.get("server", "")
         match words:
+            case [_, "list"] if options.get("format") != "csv,noheader":
+                raise Refused("a table for people, which this fake does not have")
             case ["server", "create", name]:
                 self._create_server(name, options.get("uid", "0"), options.get("allowed-devices", "-"))
             case ["server", "list"]:

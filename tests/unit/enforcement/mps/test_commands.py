@@ -1,6 +1,7 @@
 """Texts to and from NVIDIA's control program."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_a_refusal_of_protocol_2_is_recognized_by_its_text(output: str) -> None:
     command = commands.Command(text="get_client_list 12345\n")
     assert commands.refusal_in(command, output) == output.strip()
     assert commands.refusal_in(command, "4711\n4712\n") is None
+
+
+def test_the_daemon_sees_one_gpu_and_its_own_folders_and_has_its_protocol_whatever_the_agent_has() -> None:
+    assert commands.environment(2, "GPU-1", Path("/p"), Path("/l")) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-1",
+        "CUDA_MPS_PIPE_DIRECTORY": "/p",
+        "CUDA_MPS_LOG_DIRECTORY": "/l",
+        "CUDA_MPS_PROTOCOL_VERSION": "2",
+    }
 
 
 def test_each_servers_bounds_are_identified_by_their_number() -> None:
