@@ -64,7 +64,11 @@ def look_at_driver(proc_root: Path, device_root: Path, *, simulated: bool) -> Ch
         return error(f"NVIDIA's kernel module is not loaded ({file} is missing)", INSTALL)
     found = _VERSION.search(text)
     shown = found[1] if found else text.partition("\n")[0].strip()
-    if "nvidia-uvm" not in (proc_root / "devices").read_text(errors="replace").split():
+    try:
+        devices = (proc_root / "devices").read_text(errors="replace").split()
+    except OSError:
+        devices = ["nvidia-uvm"]  # it is not known whether the module is loaded, so it is not reported as missing
+    if "nvidia-uvm" not in devices:
         return warning(f"{shown}, but the module nvidia-uvm is not loaded: CUDA can't start", "run `modprobe nvidia-uvm`")
     return ok(shown)
 

@@ -40,14 +40,16 @@ def lay_out_dev(root: Path, *names: str) -> Path:
     [
         (PROPRIETARY, "195 nvidia\n511 nvidia-uvm\n", "ok", "535.104.05"),
         (OPEN, "195 nvidia\n511 nvidia-uvm\n", "ok", "615.71.09"),
-        ("something new\n", "511 nvidia-uvm\n", "ok", "something new"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  418.67  Sat Apr  6 03:07:24 CDT 2019\n", None, "ok", "418.67"),
+        ("something new\nGCC version:  gcc 12.2\n", "511 nvidia-uvm\n", "ok", "something new"),
         (OPEN, "195 nvidia\n", "warning", "615.71.09, but the module nvidia-uvm is not loaded: CUDA can't start"),
     ],
 )
-async def test_the_kernel_module(version: str, devices: str, state: State, message: str, tmp_path: Path) -> None:
+async def test_the_kernel_module(version: str, devices: str | None, state: State, message: str, tmp_path: Path) -> None:
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text(version)
-    (tmp_path / "devices").write_text(devices)
+    if devices is not None:
+        (tmp_path / "devices").write_text(devices)
     assert brief(look_at_driver(tmp_path, tmp_path / "dev", simulated=False)) == (state, message)
 
 
