@@ -5,11 +5,13 @@ import gzip
 import hashlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import aiohttp
+import pytest
 
 from gpumgr.web.http_server import HttpServer
-from gpumgr.web.responses import PAGE, page_policy
+from gpumgr.web.responses import PAGE, IndexPage, page_policy
 
 
 async def fetch(server: HttpServer, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
@@ -47,6 +49,17 @@ async def test_the_page_may_load_nothing_and_stand_in_no_frame(server: HttpServe
     assert "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
     assert policy.count("'sha256-") == len(re.findall(rb"<(script|style)\b", body))
+
+
+def test_the_file_is_read_once_and_must_be_there(tmp_path: Path) -> None:
+    """So a running agent serves its own page while its package is replaced, and none starts without its page."""
+    file = tmp_path / "index.html"
+    with pytest.raises(FileNotFoundError):
+        IndexPage(file)
+    file.write_text("<p>one</p>")
+    page = IndexPage(file)
+    file.unlink()
+    assert page.plain == gzip.decompress(page.packed) == b"<p>one</p>"
 
 
 def sha(text: str) -> str:

@@ -135,3 +135,9 @@ async def test_orders_come_by_no_other_way(serve: Serve, scene: Scene, source: s
     order = get("/api/gpus/3/drain").replace(b"GET", b"POST", 1)
     status, told = parsed(await say((await serve()).address, order, source=source))
     assert (status, "unix socket" in told["error"], scene.orders) == (403, True, [])
+
+
+async def test_an_order_can_not_be_read(root: aiohttp.ClientSession, scene: Scene) -> None:
+    async with root.get("/api/gpus/3/drain") as answer:
+        assert (answer.status, answer.headers["Allow"], scene.orders) == (405, "POST", [])
+        assert await answer.json() == {"error": "/api/gpus/3/drain does not take GET: use POST"}
