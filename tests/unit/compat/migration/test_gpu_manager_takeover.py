@@ -171,14 +171,16 @@ def test_a_runtime_that_is_gone_is_not_taken_over() -> None:
     assert plan("--share-mode --container-runtime-endpoint=/run/crio/crio.sock").settings == {"cri.socket": "/run/crio/crio.sock"}
 
 
-LEFT = {("u1", "main"): frozenset("x"), ("u2", "main"): frozenset("y"), ("u9", "main"): frozenset("z")}
+LEFT = {(uid, "main"): frozenset(uid) for uid in ("u1", "u2", "u8", "u9")}
 TWO = replace(NOTHING, records=(record("u1", 0), record("u2", 1, 2, cores=200, blocks=0)))
-#: The DaemonSet left the record of an ended pod and a pod without a record. The one without a selector still answers, and the kubelet's
+#: The DaemonSet left the record of an ended pod and two pods without a record. The one without a selector still answers, and the kubelet's
 #: checkpoint can't be read.
 PLANS = {
     "daemon-set": plan(
         "--share-mode --query-port=5679",
-        replace(TWO, records=(*TWO.records, record("u3", 3)), live={"u1", "u2"}, holders=LEFT, names={"u1": "team/a"}),
+        replace(
+            TWO, records=(*TWO.records, record("u3", 3)), live={"u1", "u2"}, holders=LEFT, names={"u1": "team/a", "u8": "team/b"}
+        ),
         DaemonSet(),
     ),
     "daemon-set-without-selector": plan(

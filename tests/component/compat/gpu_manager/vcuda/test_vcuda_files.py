@@ -214,6 +214,14 @@ async def test_what_the_node_lacks_refuses_the_start(node: Node, make: Callable[
     assert not node.place.exists()
 
 
+async def test_containers_start_again_once_the_drivers_files_are_mirrored(node: Node) -> None:
+    backend = without_driver_files(node)
+    assert await backend.unavailable() is not None
+    node.driver_files_obstacle = None
+    await backend.start(TENANT)
+    await backend.close()
+
+
 @pytest.mark.parametrize("known", [{}, {"pod": TENANT.pod, "pod_uid": TENANT.pod_uid}])
 async def test_a_container_that_the_kubelet_never_names_starts_and_registers(node: Node, known: dict[str, Any]) -> None:
     """An init container without an API server, so that its name is unknown."""
