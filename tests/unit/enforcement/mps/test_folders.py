@@ -62,6 +62,7 @@ def test_only_gpus_have_folders(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_has_nothing_left_to_remove(tmp_path: Path) -> None:
     folder = GpuFolder(tmp_path / "GPU-1")
+    folder.drop("a1")
     folder.remove()
     assert folder.allocations() == []
 
@@ -72,6 +73,17 @@ def test_the_default_place_leaves_room_for_sockets() -> None:
 
 
 UUID = "GPU-0fe1c342"
+
+
+def test_a_record_is_kept_over_restarts_until_it_is_dropped(tmp_path: Path) -> None:
+    records = DaemonRecords(tmp_path)
+    records.begin(UUID, Path("/run/a"))
+    records.set_former_mode(UUID, 2)
+    again = DaemonRecords(tmp_path)
+    assert [(record.folder, record.former_mode) for uuid in again.uuids() if (record := again.of(uuid))] == [("/run/a", 2)]
+    for _ in range(2):
+        again.drop(UUID)
+    assert (again.uuids(), DaemonRecords(tmp_path).uuids()) == ([], [])
 
 
 def test_a_boot_ends_what_was_before(tmp_path: Path) -> None:
