@@ -1,6 +1,7 @@
 """HAMi's gauges: both names of each, their labels, its units."""
 
 import pytest
+from msgspec.structs import replace
 
 from gpumgr.agent.node_report import NodeReport
 from gpumgr.common.units import BLOCK_BYTES
@@ -8,7 +9,7 @@ from gpumgr.ledger.ids import ALL_CORES
 from gpumgr.placement.pods import ContainerSpec, PodView
 from tests.unit.ledger.samples import container, report_of, sample
 from tests.unit.web.metrics.pages import families, full_picture, metrics_of
-from tests.unit.web.metrics.pictures import BLOCKS, allocation, sample_of, uuid_of, view_of
+from tests.unit.web.metrics.pictures import BLOCKS, allocation, uuid_of, view_of
 
 WEB, TRAIN = ("team", "web"), ("team", "train")
 _IN_CONTAINER = "namespace pod container vdevice_index device_uuid"
@@ -113,8 +114,7 @@ def test_which_container_of_its_pod_one_is_comes_from_the_pod() -> None:
 
 
 def test_without_a_driver_only_allocations_are_exported() -> None:
-    report = NodeReport(view=view_of(allocation("a", WEB, cores={0: 1})), sample=sample_of(0), nvml_up=False)
-    found = families(metrics_of(report, PODS, hami_names=True))
+    found = families(metrics_of(replace(full_picture(), nvml_up=False), PODS, hami_names=True))
     assert "hami_host_gpu_memory_used_bytes" not in found
     assert found["hami_vgpu_memory_used_bytes"].samples == []
     assert len(found["hami_gpu_memory_limit_bytes"].samples) == 2
