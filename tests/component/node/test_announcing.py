@@ -10,6 +10,7 @@ from gpumgr.agent.ports import Eviction
 from gpumgr.agent.state import OPEN_SECONDS
 from gpumgr.kube.cache import PodCache, _Known
 from gpumgr.kube.publisher.decisions import CHECK_SECONDS, SETTLE_SECONDS
+from gpumgr.ledger.history import NOT_ENFORCED
 from gpumgr.placement.pods import PodKey, PodView
 from gpumgr.sim.kubelet_pods import PodStatus, SimContainer
 from tests.component.stage.stage import snapshot
@@ -55,6 +56,19 @@ async def test_a_pod_of_three_containers_is_one_patch_and_one_event(cluster: Clu
     assert "main: GPU0 (00000000), 20 cores, 1024 MiB" in event["message"]
     await cluster.look(60)
     assert cluster.writes == ["pod", "event"]
+
+
+async def test_a_container_without_limits_costs_the_api_server_no_event_of_its_own(cluster: Cluster) -> None:
+    pod = await cluster.run(cluster.world.pod("web", app()))
+    await cluster.world.start(pod)
+    (held,) = cluster.world.ledger.allocations.values()
+    cluster.add(
+        what="event", code=NOT_ENFORCED, id=held.id, pod=held.pod, pod_uid=pod.uid, container="main", why="nothing limits it"
+    )
+    await cluster.look()
+    (event,) = cluster.events
+    said = f"{NOT_ENFORCED}: nothing on this node keeps container main within its share (enforcement backend none)"
+    assert (event["reason"], said in event["message"]) == ("GpuPlaced", True)
 
 
 async def test_nothing_is_published_before_the_pods_calls_are_answered(cluster: Cluster) -> None:
