@@ -11,7 +11,7 @@
  *   take                   take a slot, under the region's semaphore; then wait for the semaphore of those that look for their host pid
  *   search                 take that semaphore, as if looking
  *   host PID               say which process of the host this is
- *   use BYTES              charge so much in all, identify_without_preference
+ *   use BYTES              charge so much in all, whatever the limit is
  *   alloc BYTES            charge so much more if the limit allows: "granted" or "refused"
  *   leave                  give the slot back
  *   wait                   until standard input ends
@@ -19,7 +19,6 @@
  * What only a hostile one does:
  *   raise BYTES PERCENT    change its own limits
  *   priority N, switch N, count N, version MAJOR MINOR, magic N
- *   overflow               a charge of 2^63 bytes
  *   lock                   begin to write the slot, and never end
  *   grow BYTES             write behind the file's end
  *   truncate BYTES         cut the file; the next command that touches the map dies of SIGBUS
@@ -230,8 +229,6 @@ static int hostile_side(const char *command) {
     region->minor = (uint32_t)number();
   } else if (!strcmp(command, "magic")) {
     region->magic = (int32_t)number();
-  } else if (!strcmp(command, "overflow")) {
-    charge(1ull << 63);
   } else if (!strcmp(command, "lock")) {
     need(mine != NULL, "take a slot first");
     mine->seqlock |= 1;
