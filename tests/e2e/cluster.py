@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -157,26 +157,24 @@ class Cluster:
 
     def _kubeconfig(self, name: str, token: str) -> Path:
         path = STATE / f"{name}.kubeconfig"
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(manifests.kubeconfig(self.url, str(self._authority), token)))
+        text = json.dumps(manifests.kubeconfig(self.url, str(self._authority), token))
+        if not path.exists() or path.read_text() != text:  # a process may be reading it
+            path.touch(mode=0o600)
+            path.write_text(text)
         return path
 
     @contextmanager
     def account(self, account: str, *roles: str) -> Iterator[Api]:
         """A service account, `NAMESPACE/NAME`, with these ClusterRoles, and its access, while the block lasts."""
         namespace, _, name = account.partition("/")
-        self.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
-        bindings = [f"{name}-{role}" for role in roles]
-        for binding, role in zip(bindings, roles, strict=True):
-            subject = f"--serviceaccount={namespace}:{name}"
-            self.kubectl("create", "clusterrolebinding", binding, f"--clusterrole={role}", subject)
-        try:
-            with closing(self.api_of(account)) as api:
-                yield api
-        finally:
-            for binding in bindings:
-                self.kubectl("delete", "clusterrolebinding", binding)
-            self.kubectl("delete", "serviceaccount", name, f"--namespace={namespace}")
+        subject = f"--serviceaccount={namespace}:{name}"
+        with ExitStack() as stack:
+            self.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
+            stack.callback(self.kubectl, "delete", "serviceaccount", name, f"--namespace={namespace}")
+            for role in roles:
+                self.kubectl("create", "clusterrolebinding", f"{name}-{role}", f"--clusterrole={role}", subject)
+                stack.callback(self.kubectl, "delete", "clusterrolebinding", f"{name}-{role}")
+            yield stack.enter_context(closing(self.api_of(account)))
 
     def _start_runtime(self) -> None:
         (STATE / "cni" / "10-none.conflist").write_text(json.dumps(manifests.CNI))

@@ -289,8 +289,9 @@ def test_the_chart_grants_more_rights_only_if_configured(node: Node, agent: Inst
         "enforcement": {"evict": True, "over_limit_samples": 2, "over_limit_slack_mebibytes": 0},
     }
     more = {("", "pods", "delete"), ("", "pods/eviction", "create")}
+    agent.stop()  # an agent that ends after its rights is refused
+    since = AUDIT_LOG.stat().st_size
     with agent.configured(changes):
-        since = AUDIT_LOG.stat().st_size
         try:
             assert rights_granted(cluster) - plain == more
             node.run([gpu_pod("greedy", 30, 16)])

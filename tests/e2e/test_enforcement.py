@@ -1,6 +1,7 @@
 """The backends in real containers, with stand-ins for what is in them: what a container sees, and what is left behind."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,11 @@ def limits_of_gpus(node: Node) -> list[dict[str, str]]:
     return [{label: value for label, value in each.items() if label != "gpu"} for each in found]
 
 
+def daemons() -> list[str]:
+    """Where MPS daemons have written their process ids. Unlike a glob, the walk ignores folders that are removed during it."""
+    return [folder for folder, _, names in os.walk(RUN_DIR / "mps") if "nvidia-cuda-mps-control.pid" in names]
+
+
 def exclusive() -> list[int]:
     """GPUs in EXCLUSIVE_PROCESS mode."""
     return [index for index in range(8) if control().compute_mode(index) == 3]
@@ -130,10 +136,9 @@ def test_a_container_sees_its_daemon_which_ends_after_it(cluster: Cluster, runni
         assert exclusive() == [gpu_index(mps, "first")]
         wanted = {"memory": "soft", "memory_by": "mps", "cores": "soft", "cores_by": "mps"}
         wait_until(f"metrics that show {wanted}", lambda: limits_of_gpus(mps) == [wanted] * 8)
+        assert len(daemons()) == 1
         mps.delete(["first"])
-        wait_until(
-            "no daemon and no exclusive GPU", lambda: not exclusive() and not [*(RUN_DIR / "mps").glob("*/pipe/*.pid")], 120
-        )
+        wait_until("no daemon and no exclusive GPU", lambda: not exclusive() and not daemons(), 120)
 
 
 def test_a_tenant_of_vcuda_reads_its_limits_and_registers(cluster: Cluster, running_agent: Agent, tmp_path: Path) -> None:

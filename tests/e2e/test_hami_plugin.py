@@ -23,7 +23,8 @@ from .test_scheduler_hami import serving
 NODE_PATH = f"/api/v1/nodes/{NODE}"
 REPLICA = "nvidia.com/gpu"
 #: Annotations of HAMi's scheduler, of the node and of pods.
-REGISTER, LOCK = "hami.io/node-nvidia-register", "hami.io/mutex.lock"
+REGISTER, SCORES = "hami.io/node-nvidia-register", "hami.io/node-nvidia-score"
+HANDSHAKE, LOCK = "hami.io/node-handshake", "hami.io/mutex.lock"
 TO_ALLOCATE, ALLOCATED = "hami.io/vgpu-devices-to-allocate", "hami.io/vgpu-devices-allocated"
 PHASE = "hami.io/bind-phase"
 REGION = "/programs/region_client"
@@ -37,6 +38,7 @@ def settings() -> dict[str, dict[str, Any]]:
 def both_node(cluster: Cluster, running_agent: Agent) -> Iterator[Node]:
     with limited(cluster, running_agent, settings()) as node:
         yield node
+    cluster.api.annotate(NODE_PATH, dict.fromkeys((REGISTER, SCORES, HANDSHAKE, LOCK)))
 
 
 @pytest.fixture
@@ -244,8 +246,8 @@ def register(api: Api, gpus: Sequence[Json]) -> None:
     scores = [{"uuid": each, "score": {other: 20 for other in ids if other != each}} for each in ids]
     written = {
         REGISTER: json.dumps(rows[3:] + rows[:3], separators=(",", ":")),
-        "hami.io/node-nvidia-score": json.dumps(scores, separators=(",", ":")),
-        "hami.io/node-handshake": f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}",
+        SCORES: json.dumps(scores, separators=(",", ":")),
+        HANDSHAKE: f"Requesting_{datetime.now():%Y-%m-%d %H:%M:%S}",
     }
     api.annotate(NODE_PATH, written)
 

@@ -16,7 +16,7 @@ from .manifests import CORE, MEMORY, SLEEP, Json
 from .node import Node
 from .places import RUN_DIR, STATE
 from .processes import gpumgr, wait_until
-from .tenants import BLOCK, allocation, control, gpu_index, limited, lines, pids, tenant, wait_line
+from .tenants import BLOCK, FOLDER, allocation, control, gpu_index, limited, lines, pids, tenant, wait_line
 
 MIB = 1 << 20
 FAKE = STATE / "limiter"
@@ -204,10 +204,15 @@ def test_a_pod_is_suspended_by_command_and_resumed_by_its_call_of_cuda(node: Nod
 
 def test_a_tenant_can_not_replace_its_pages(node: Node) -> None:
     """They are mounts. What it writes into them is restored."""
+    begins = FOLDER / "begins"
     attack = "rm /etc/gpumgr/limits.1; mv /etc/gpumgr/use.1 /x; : > /etc/gpumgr/turn.1; echo tried"
-    node.run([tenant("hostile", f"sleep 3; {attack}; {SLEEP}", 10, 8)])
+    node.run([tenant("hostile", f"until [ -e /programs/begins ]; do sleep 0.2; done; {attack}; {SLEEP}", 10, 8)])
     before = {each: page(node, "hostile", each).stat() for each in ("limits", "use", "turn")}
-    wait_line(node, "hostile", "tried")
+    begins.touch()
+    try:
+        wait_line(node, "hostile", "tried")
+    finally:
+        begins.unlink()
     node.event("hostile", "GpuLimitTampered")
     wait_until("its size", lambda: page(node, "hostile", "turn").stat().st_size == before["turn"].st_size)
     assert {each: page(node, "hostile", each).stat().st_ino for each in before} == {each: s.st_ino for each, s in before.items()}
