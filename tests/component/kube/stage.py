@@ -75,8 +75,10 @@ async def resting(kubeconfig: Path, **options: Any) -> AsyncIterator[Stage]:
     """A publisher that does not run."""
     time = Time()
     server = await ApiServer.connect(kubeconfig, clock=lambda: time.now)
-    yield Stage(server, time, **options)
-    await server.close()
+    try:
+        yield Stage(server, time, **options)
+    finally:
+        await server.close()
 
 
 @asynccontextmanager

@@ -147,8 +147,10 @@ class Guarded(FakeApiServer):
 async def guarded(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Guarded, ApiServer]]:
     async with Guarded(folder / "kubeconfig") as made:
         server = await ApiServer.connect(write_kubeconfig(folder / "kubeconfig", made.url, token="0"), clock=clock)
-        yield made, server
-        await server.close()
+        try:
+            yield made, server
+        finally:
+            await server.close()
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[None]:

@@ -111,8 +111,10 @@ async def test_the_refusal_of_an_eviction_that_was_withdrawn_during_its_request_
 async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiServer, stage: Stage) -> None:
     put_pod(sim, POD, "uid-0")
     sim.protected.add("uid-0")
+    stage.time.passes.clear()
     for reason in ("GPU0 is drained", "over its limit"):
         stage.evict(POD, "uid-0", reason)
+    await until(lambda: stage.time.slept)  # until its next try
     stage.withdraw("uid-0", "over its limit")
     stage.withdraw("uid-0", "another reason")
     assert stage.waiting == 1
@@ -120,11 +122,11 @@ async def test_a_pod_stays_only_when_no_requester_wants_it_evicted(sim: SimApiSe
     stage.withdraw("unknown")
     assert stage.waiting == 0
     sim.protected.clear()
-    sim.requests.clear()
     stage.time.now += 3600
+    stage.time.passes.set()
     stage.warn("the queue goes on")
     await stage.written()
-    assert sim.requests == ["event"]
+    assert sim.requests == ["evict", "event"]
     stage.evict(POD, "uid-0", "over its limit again")
     with capture_logs() as logs:
         await stage.written()

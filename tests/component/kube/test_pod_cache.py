@@ -168,15 +168,10 @@ async def test_a_silent_connection_is_closed_after_a_bounded_time(api: FakeApiSe
 
 
 async def test_a_bookmark_advances_the_version(api: FakeApiServer, start: Start) -> None:
-    async with start() as running:
-        await until(lambda: api.count(watch=True) == 1)
-        api._pods._version.set(70)
-        api.bookmark()
-        api.put_document(pod("a", "uid-a"))
-        await running.next()
-        api.end_watches()
+    api.watches.append(raw(event("BOOKMARK", {"metadata": {"resourceVersion": "70"}})))
+    async with start():
         await until(lambda: api.count(watch=True) == 2)
-        assert api.seen[-1]["resourceVersion"] == "72"
+        assert api.seen[-1]["resourceVersion"] == "70"
         assert api.count(watch=False) == 1
 
 

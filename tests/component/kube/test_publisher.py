@@ -385,7 +385,7 @@ async def test_credentials_that_can_not_be_read_are_retried(api: FakeApiServer, 
 
 
 async def test_an_answer_that_is_no_node_is_not_patched(api: FakeApiServer, odd: Stage) -> None:
-    api.lists.append(raw(b"<html>"))
+    api.lists.extend([raw(b"<html>")] * 1000)
     with capture_logs() as logs:
         odd.publisher.label({"a": "1"})
         await until(lambda: bool(logs))

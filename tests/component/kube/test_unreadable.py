@@ -104,11 +104,11 @@ async def test_a_pod_that_cannot_be_read_is_named_once_and_keeps_its_last_state(
             api.remove("uid-a")
             assert (await running.next()) == (known, None)
             assert running.cache.unreadable == 0
+            ((method, path, body),) = api.sent
             api.put_document(broken("c"))
             api.put_document(pod("c", "uid-c"))  # it can be read again
             assert (await running.next())[1] == running.cache.by_uid("uid-c")
             assert running.cache.unreadable == 0
-    method, path, body = api.sent[0]
     assert (method, path) == ("POST", "/api/v1/namespaces/default/events")
     assert body["involvedObject"] == {"apiVersion": "v1", "kind": "Pod", "namespace": "default", "name": "a", "uid": "uid-a"}
     assert (body["reason"], body["type"]) == (UNREADABLE_REASON, "Warning")
@@ -171,10 +171,12 @@ KNOWN: dict[type[ClusterWatches], Callable[[Any], set[str]]] = {
 async def watching(kind: type[ClusterWatches], api: FakeApiServer, folder: Path) -> AsyncIterator[Any]:
     server = await ApiServer.connect(api.kubeconfig(folder / "kubeconfig"))
     watches = kind(server, SchedulerSettings(quota_configmap="kube-system/gpuquota"), hami=ReplicaResources(), watch_times=FAST)
-    async with background(watches.run()):
-        await until(lambda: watches.synced)
-        yield watches
-    await server.close()
+    try:
+        async with background(watches.run()):
+            await until(lambda: watches.synced)
+            yield watches
+    finally:
+        await server.close()
 
 
 def any_object(name: str, **more: Any) -> dict[str, Any]:

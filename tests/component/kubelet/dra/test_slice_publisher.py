@@ -261,6 +261,14 @@ async def test_a_refused_slice_is_logged_once_and_tried_again(tmp_path: Path) ->
     )
 
 
+async def test_an_api_server_that_is_away_is_named_and_gets_the_slice_when_it_is_back(stage: Stage) -> None:
+    await stage.sim.stop()
+    stage.register(1)
+    await until(lambda: stage.publisher.state.error)
+    await stage.sim.start()
+    await stage.settled(*DEVICES)
+
+
 async def test_a_server_without_the_api_is_named(tmp_path: Path) -> None:
     async with staged(tmp_path, prepare=lambda resources: resources.without.add("resource.k8s.io/v1")) as stage:
         stage.register(1)
