@@ -9,7 +9,7 @@ tests/unit/cli/test_place.py, descriptions of simulated nodes in tests/unit/driv
 tests/component/ledger/test_store.py, malformed messages in tests/unit/kubelet/test_messages.py, kubelets
 that refuse a registration in tests/component/kubelet/deviceplugin/test_registration.py. A full disk is in
 tests/agent/test_recovery.py, a clock that is set back in tests/unit/agent/test_history.py, a second agent
-in tests/unit/kubelet/deviceplugin/test_node_lock.py.
+in tests/component/kubelet/deviceplugin/test_other_plugins.py.
 """
 
 from pathlib import Path

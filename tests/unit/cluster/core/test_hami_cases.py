@@ -2,7 +2,7 @@
 
 Where the answers differ, the comment says why. The other cases of that suite:
 
-1 to 3    the node's CSV: tests/unit/kube/test_hami_node.py
+1 to 3    the node's CSV: tests/unit/kube/test_hami_formats.py
 4 to 7    device lists: tests/unit/kube/test_replica_requests.py, tests/property/test_device_lists.py. An empty text (7) has no
           container here, and is refused for a pod with some
 8, 9      UUIDs: tests/unit/cluster/scheduler/test_selection.py, tests/unit/cluster/core/test_constraints.py
@@ -15,7 +15,7 @@ Where the answers differ, the comment says why. The other cases of that suite:
           used, where a pod has a policy for nodes (case 30)
 33        a quota of 0: tests/component/cluster/scheduler/test_hami_pods.py
 34        taking and stealing the lock of a node: not here. No lock is needed; the agent removes that of HAMi's scheduler
-          (tests/e2e/test_hami_plugin.py), and its text is read in tests/unit/kube/test_hami_node.py
+          (tests/e2e/test_hami_plugin.py), and its text is read in tests/unit/kube/test_hami_formats.py
 35        places of MIG devices: tests/unit/placement/test_mig.py
 40        omitted entries of containers without GPUs: tests/unit/kube/test_replica_requests.py
 """
