@@ -260,3 +260,16 @@ def test_the_mounts_name_the_folder(tmp_path: Path) -> None:
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "mountinfo").write_text(table)
     assert [pid for pid in (*tables, 11) if has_mounted(pid, ALLOCATION, tmp_path)] == [7]
+
+
+def test_a_real_mount_of_a_real_process(tmp_path: Path) -> None:
+    """In a mount namespace of its own; without the right to make one, in a user's."""
+    (tmp_path / ALLOCATION).mkdir()
+    rights, script = "-m" if os.geteuid() == 0 else "-rm", f"mount --bind {tmp_path / ALLOCATION} /mnt && echo there && read line"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["unshare", rights, "sh", "-c", script], stdin=pipe, stdout=pipe, text=True) as child:
+        there = child.stdout is not None and child.stdout.readline() == "there\n"
+        found = [has_mounted(child.pid, name) for name in (ALLOCATION, "0" * 16)]
+        child.communicate()
+    assert found == [there, False]  # some hosts give users no namespaces; the tables above replace the mount there
+    assert not has_mounted(os.getpid(), ALLOCATION)
