@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import PROJECT
-from tools.sbom import Pin, pins
+from tools.sbom import LOCK, Pin, at_run_time, pins
 from tools.supply import lock_problems, package_problems, request_problems
 
 IMAGE = PROJECT / "config" / "image"
@@ -80,6 +80,11 @@ def test_a_range_without_its_locked_version_is_a_problem() -> None:
         "pyproject.toml asks for a>=2, the lock has 1: run `make lock`",
         "pyproject.toml asks for b, the lock has None: run `make lock`",
     ]
+
+
+def test_the_agents_image_has_the_projects_pins_of_what_the_agent_needs_and_no_more() -> None:
+    locked = pins(LOCK.read_text())
+    assert pins((IMAGE / "requirements.lock").read_text()) == {name: locked[name] for name in at_run_time()}
 
 
 @pytest.mark.parametrize("folder", ["", "hami-core"])
