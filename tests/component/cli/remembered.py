@@ -17,23 +17,52 @@ from tests.allocations import allocated
 AT = 1_700_000_000.0
 GPU = "11111111"
 LEDGER = Ledger(GpuRegistry().register("GPU-11111111-aaaa", 320 * BLOCK_MEBIBYTES).register("GPU-22222222-bbbb", 90 << 8)).occupy(
-    allocated(id="a1", pod=("team", "resnet-0"), uid="uid-resnet-0", container="main", cores={GPU: (1 << 30) - 1}, blocks={GPU: 0b11},
-              gpus=(GPU,), granted_at=AT, why="the least free room", mechanisms=("mps",))
-)  # fmt: skip
+    allocated(
+        id="a1",
+        pod=("team", "resnet-0"),
+        uid="uid-resnet-0",
+        container="main",
+        cores={GPU: (1 << 30) - 1},
+        blocks={GPU: 0b11},
+        gpus=(GPU,),
+        granted_at=AT,
+        why="the least free room",
+        mechanisms=("mps",),
+    )
+)
 ENTRIES = (
     HistoryEntry(
-        number=1, at=AT, what="granted", id="a1", pod=("team", "resnet-0"), pod_uid="uid-resnet-0", container="main",
-        call="allocate", kind="core", size=30, gpus=(GPU,), evaluator="share", why="the least free room", mechanisms=("mps",),
+        number=1,
+        at=AT,
+        what="granted",
+        id="a1",
+        pod=("team", "resnet-0"),
+        pod_uid="uid-resnet-0",
+        container="main",
+        call="allocate",
+        kind="core",
+        size=30,
+        gpus=(GPU,),
+        evaluator="share",
+        why="the least free room",
+        mechanisms=("mps",),
         candidates=(
             Candidate(gpu=GPU, index=0, cores_free=100, memory_mebibytes_free=81920),
             Candidate(gpu="22222222", index=1, cores_free=100, memory_mebibytes_free=23040),
         ),
     ),
     HistoryEntry(
-        number=2, at=AT + 1, what="refused", id="c3", pod=("team", "\x1b[2Jevil\n"), kind="core", size=150,
-        code="invalid_request", why="150 cores requested",
+        number=2,
+        at=AT + 1,
+        what="refused",
+        id="c3",
+        pod=("team", "\x1b[2Jevil\n"),
+        kind="core",
+        size=150,
+        code="invalid_request",
+        why="150 cores requested",
     ),
-)  # fmt: skip
+)
 
 
 async def remember(

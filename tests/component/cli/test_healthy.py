@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from .conftest import Gpumgr
+from .conftest import Ended, Gpumgr
 from .peer import listening
 
 
@@ -36,7 +36,7 @@ async def test_the_socket_of_the_settings_is_used(reasons: list[str], socket: Pa
 
 async def test_who_is_away_or_is_no_agent_is_not_healthy(socket: Path, gpumgr_command: Gpumgr) -> None:
     ended = await gpumgr_command("healthy", "--socket", socket)
-    ended.failed(1, f"gpumgr: no agent responds at {socket}: No such file or directory\n")
+    assert ended == Ended(code=1, out="", err=f"gpumgr: no agent responds at {socket}: No such file or directory\n")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM) as other:
         other.bind(str(socket))
         ended = await gpumgr_command("healthy", "--socket", socket)
@@ -51,4 +51,4 @@ async def test_one_that_takes_the_call_and_is_silent(
         silent.bind(str(socket))
         silent.listen()
         ended = await gpumgr_command("healthy", "--socket", socket)
-    ended.failed(1, f"gpumgr: no agent responds at {socket}: timed out\n")
+    assert ended == Ended(code=1, out="", err=f"gpumgr: no agent responds at {socket}: timed out\n")

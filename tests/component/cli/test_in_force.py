@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .conftest import Gpumgr
+from .conftest import Ended, Gpumgr
 from .remembered import remember
 
 
@@ -43,9 +43,8 @@ async def test_settings_in_force_are_those_of_the_default_file(state: Path, gpum
 async def test_a_place_without_checkpoint_is_not_taken_for_one_without_allocations(state: Path, gpumgr_command: Gpumgr) -> None:
     for output in ("text", "json"):
         shown = await gpumgr_command("checkpoint", "show", "--output", output)
-        shown.failed(
-            1, f"gpumgr: there is no folder {state}: name the agent's settings with --config, or the folder with --dir\n"
-        )
+        message = f"there is no folder {state}: name the agent's settings with --config, or the folder with --dir"
+        assert shown == Ended(code=1, out="", err=f"gpumgr: {message}\n")
     make(state)
     shown = await gpumgr_command("checkpoint", "show")
     assert (shown.code, shown.out.replace("\n", "")) == (0, f"there is no checkpoint at {state}/gpumgr.sqlite3")
@@ -62,7 +61,7 @@ def write(folder: Path, text: str) -> Path:
 
 async def test_a_right_file_is_ok(folder: Path, gpumgr_command: Gpumgr) -> None:
     file = write(folder, "http: {port: 80}\n")
-    assert (await gpumgr_command("config", "check", file)).out == "ok\n"
+    assert await gpumgr_command("config", "check", file) == Ended(code=0, out="ok\n", err="")
     found = await gpumgr_command("config", "check", file, "--output", "json")
     assert (found.code, json.loads(found.out)) == (0, {"ok": True, "problems": []})
 
@@ -73,9 +72,13 @@ async def test_a_wrong_file_names_every_mistake(folder: Path, gpumgr_command: Gp
     found.failed(2)
     assert [line.partition(": ")[0] for line in found.err.splitlines()] == [f"{file}:2", f"{file}:3"]
     found = await gpumgr_command("config", "check", file, "--output", "json")
-    first, second = json.loads(found.out)["problems"]
-    assert (found.code, first["file"], first["line"], first["key"]) == (2, str(file), 2, "http.port")
-    assert second["message"] == "'loud' is not allowed; allowed: one of debug, error, info, warning"
+    port = "'1e9' is not allowed; allowed: a whole number from 0 to 65535"
+    level = "'loud' is not allowed; allowed: one of debug, error, info, warning"
+    problems = [
+        {"file": str(file), "line": 2, "key": "http.port", "message": port},
+        {"file": str(file), "line": 3, "key": "log.level", "message": level},
+    ]
+    assert (found.code, json.loads(found.out)) == (2, {"ok": False, "problems": problems})
 
 
 async def test_the_settings_of_file_and_environment_are_shown_as_a_file(

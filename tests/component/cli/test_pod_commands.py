@@ -72,18 +72,21 @@ NAMES_NONE = "has no share of a GPU from gpumgr; the pod's annotation gpumgr.io/
 NO_SHARE = "container x has no share of a GPU from gpumgr; these containers have one: main, side"
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    ("team/two", 2, "nothing to change: give --cores N, --memory MIB, or both"),
-    ("team/two --cores 100", 2, "100 is not in the range 1<=x<=99"),
-    ("team/two --memory 0", 2, "0 is not in the range x>=1"),
-    ("a/b/c --cores 1", 2, "'a/b/c' is not a pod's name"),
-    ("team/two --cores 1", 2, "several containers of the pod have GPUs: give --container with one of main, side"),
-    ("team/two --cores 1 --container x", 1, NO_SHARE),
-    ("team/claim --cores 1", 1, "the capacity of a claim is fixed by the API"),
-    ("team/none --cores 1", 1, NAMES_NONE),
-    ("team/over --cores 1", 1, "the pod has ended"),
-    ("team/missing --cores 1", 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("team/two", 2, "nothing to change: give --cores N, --memory MIB, or both"),
+        ("team/two --cores 100", 2, "100 is not in the range 1<=x<=99"),
+        ("team/two --memory 0", 2, "0 is not in the range x>=1"),
+        ("a/b/c --cores 1", 2, "'a/b/c' is not a pod's name"),
+        ("team/two --cores 1", 2, "several containers of the pod have GPUs: give --container with one of main, side"),
+        ("team/two --cores 1 --container x", 1, NO_SHARE),
+        ("team/claim --cores 1", 1, "the capacity of a claim is fixed by the API"),
+        ("team/none --cores 1", 1, NAMES_NONE),
+        ("team/over --cores 1", 1, "the pod has ended"),
+        ("team/missing --cores 1", 1, "there is no pod team/missing; for another namespace give NAMESPACE/POD"),
+    ],
+)
 async def test_what_can_not_be_resized_is_refused_with_the_reason(
     arguments: str, code: int, message: str, kubeconfig: Path, gpumgr_command: Gpumgr
 ) -> None:

@@ -219,14 +219,17 @@ READ = (*FIT, "--snapshot", "SNAPSHOT")
 HEAD = '{"kind": "gpumgr snapshot", "version": 1, "nodes": '
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (FIT, "give --from-cluster, or --snapshot FILE"),
-    ((*FIT, "--from-cluster"), "there is no kubeconfig: give --kubeconfig FILE"),
-    ((*READ, "--kubeconfig", "FILE"), "--kubeconfig needs --from-cluster"),
-    (("--snapshot", "SNAPSHOT", *FIT, "--from-cluster"), "--snapshot is not passed on to `fit`; give options after `fit`"),
-    (("--policy", "best-fit", *READ), "--policy is not passed on to `fit`; give options after `fit`"),
-    (READ, "snapshot.json: it can't be read: No such file or directory; give"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (FIT, "give --from-cluster, or --snapshot FILE"),
+        ((*FIT, "--from-cluster"), "there is no kubeconfig: give --kubeconfig FILE"),
+        ((*READ, "--kubeconfig", "FILE"), "--kubeconfig needs --from-cluster"),
+        (("--snapshot", "SNAPSHOT", *FIT, "--from-cluster"), "--snapshot is not passed on to `fit`; give options after `fit`"),
+        (("--policy", "best-fit", *READ), "--policy is not passed on to `fit`; give options after `fit`"),
+        (READ, "snapshot.json: it can't be read: No such file or directory; give"),
+    ],
+)
 async def test_wrong_usage(
     arguments: tuple[str, ...], message: str, gpumgr_command: Gpumgr, tmp_path: Path, given: Given
 ) -> None:
@@ -234,14 +237,19 @@ async def test_wrong_usage(
     (await gpumgr_command("simulate", *(paths.get(word, word) for word in arguments))).failed(2, message)
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("{}", "is not a snapshot: Object missing required field `kind`; make it with `gpumgr simulate --from-cluster"),
-    (HEAD.replace("1", "2") + "[]}", "is not a snapshot: Invalid enum value 2 - at `$.version`"),
-    ("{", "is not a snapshot: Input data was truncated"),
-    ("[]", "is not a snapshot: Expected `object`, got `array`"),
-    (HEAD + '[5], "pods": [], "poddisruptionbudgets": []}',
-     "the snapshot has no node that can be used; node without a name is left out: Expected `object`, got `int`;"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "is not a snapshot: Object missing required field `kind`; make it with `gpumgr simulate --from-cluster"),
+        (HEAD.replace("1", "2") + "[]}", "is not a snapshot: Invalid enum value 2 - at `$.version`"),
+        ("{", "is not a snapshot: Input data was truncated"),
+        ("[]", "is not a snapshot: Expected `object`, got `array`"),
+        (
+            HEAD + '[5], "pods": [], "poddisruptionbudgets": []}',
+            "the snapshot has no node that can be used; node without a name is left out: Expected `object`, got `int`;",
+        ),
+    ],
+)
 async def test_what_is_no_snapshot(content: str, message: str, gpumgr_command: Gpumgr, tmp_path: Path, given: Given) -> None:
     (tmp_path / "snapshot.json").write_text(content)
     found = await gpumgr_command("simulate", "fit", given(pod("new", 50)), "--snapshot", tmp_path / "snapshot.json")

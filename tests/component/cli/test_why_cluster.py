@@ -203,11 +203,17 @@ async def test_a_token_passes_the_proxy(folder: Path, api: ProxyingApiServer, wh
 
 
 @pytest.mark.usefixtures("api")
-@pytest.mark.parametrize(("script", "said"), [
-    ("echo 'error: pods/portforward is forbidden' >&2; exit 1", "gpu/leader failed: error: pods/portforward is forbidden\n"),
-    ("echo 'Forwarding from 127.0.0.1:1 -> 1234'; exec sleep 60", "the scheduler does not answer at the forwarded port: http: "),
-    ("exec sleep 60", "gpu/leader failed: it printed nothing for 0.5 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'error: pods/portforward is forbidden' >&2; exit 1", "gpu/leader failed: error: pods/portforward is forbidden\n"),
+        (
+            "echo 'Forwarding from 127.0.0.1:1 -> 1234'; exec sleep 60",
+            "the scheduler does not answer at the forwarded port: http: ",
+        ),
+        ("exec sleep 60", "gpu/leader failed: it printed nothing for 0.5 s"),
+    ],
+)
 async def test_a_port_that_can_not_be_forwarded_is_named(
     tmp_path: Path, why: Why, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
@@ -232,13 +238,20 @@ async def test_without_kubectl_the_token_is_asked_for(folder: Path, why: Why, mo
 
 
 @pytest.mark.parametrize("token", [TOKEN])
-@pytest.mark.parametrize(("broken", "name", "said"), [
-    ("list", "team/one", "can't be listed (HTTP 403: pods is forbidden); name the scheduler's pod with --scheduler NAMESPACE/POD"),
-    ("proxy", "team/one", "through the API server: http: HTTP 403: pods/proxy is forbidden"),
-    ("none", "team/one", "no running pod has the label gpumgr.io/scheduler-leader=true"),
-    ("tls", "team/one", "http: HTTP 503: error trying to reach service: EOF; https: HTTP 503: error trying"),
-    ("", "team/gone", "team/gone: HTTP 404"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("broken", "name", "said"),
+    [
+        (
+            "list",
+            "team/one",
+            "can't be listed (HTTP 403: pods is forbidden); name the scheduler's pod with --scheduler NAMESPACE/POD",
+        ),
+        ("proxy", "team/one", "through the API server: http: HTTP 403: pods/proxy is forbidden"),
+        ("none", "team/one", "no running pod has the label gpumgr.io/scheduler-leader=true"),
+        ("tls", "team/one", "http: HTTP 503: error trying to reach service: EOF; https: HTTP 503: error trying"),
+        ("", "team/gone", "team/gone: HTTP 404"),
+    ],
+)
 async def test_what_goes_wrong_is_said(
     broken: str, name: str, said: str, tmp_path: Path, api: ProxyingApiServer, why: Why
 ) -> None:

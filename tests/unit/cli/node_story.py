@@ -18,31 +18,71 @@ NAMES = ("0fe1c342", "1a2b3c4d", "2b3c4d5e")
 
 def gpu(index: int | None, name: str, **facts: Any) -> dict[str, Any]:
     return {
-        "uuid": f"GPU-{name}-0000-0000-0000-000000000000", "name": name, "row": index, "index": index, "minor": index,
-        "model": "NVIDIA H100 80GB HBM3", "bus_id": "0000:01:00.0", "numa_node": 0,
-        "memory_bytes": 318 * BLOCK, "memory_blocks": 318, "cores_free": 100, "memory_blocks_free": 318,
-        "healthy": True, "reason": None, "message": None, "cordon": None,
-        "memory_used_bytes": 0, "utilization_ratio": 0.0, "temperature_celsius": 33, "power_watts": 71.4,
+        "uuid": f"GPU-{name}-0000-0000-0000-000000000000",
+        "name": name,
+        "row": index,
+        "index": index,
+        "minor": index,
+        "model": "NVIDIA H100 80GB HBM3",
+        "bus_id": "0000:01:00.0",
+        "numa_node": 0,
+        "memory_bytes": 318 * BLOCK,
+        "memory_blocks": 318,
+        "cores_free": 100,
+        "memory_blocks_free": 318,
+        "healthy": True,
+        "reason": None,
+        "message": None,
+        "cordon": None,
+        "memory_used_bytes": 0,
+        "utilization_ratio": 0.0,
+        "temperature_celsius": 33,
+        "power_watts": 71.4,
         "unattributed": {"processes": 0, "memory_bytes": 0},
-    } | facts  # fmt: skip
+    } | facts
 
 
 def container(allocation: str, pod: str | None, on: str, **facts: Any) -> dict[str, Any]:
     return {
-        "allocation": allocation, "namespace": "team" if pod else None, "pod": pod, "uid": f"uid-{pod}" if pod else "uid-unknown",
-        "container": "main", "init": False, "gpu": on, "cores": 30, "memory_bytes": 5 * GIB, "whole": False,
-        "memory_used_bytes": None, "utilization_ratio": None, "processes": None, "over": False,
-        "mechanisms": ["mps"], "granted_at": AT - 600,
+        "allocation": allocation,
+        "namespace": "team" if pod else None,
+        "pod": pod,
+        "uid": f"uid-{pod}" if pod else "uid-unknown",
+        "container": "main",
+        "init": False,
+        "gpu": on,
+        "cores": 30,
+        "memory_bytes": 5 * GIB,
+        "whole": False,
+        "memory_used_bytes": None,
+        "utilization_ratio": None,
+        "processes": None,
+        "over": False,
+        "mechanisms": ["mps"],
+        "granted_at": AT - 600,
         "why": "the least free room that fits: 100 cores and 318 memory blocks were free",
-    } | facts  # fmt: skip
+    } | facts
 
 
 def entry(number: int, what: str, **facts: Any) -> dict[str, Any]:
     return {
-        "number": number, "at": AT - 1000 + number, "what": what, "id": None, "pod": None, "pod_uid": None, "container": None,
-        "call": None, "kind": None, "size": 0, "gpus": [], "evaluator": None, "why": "", "code": None, "mechanisms": [],
+        "number": number,
+        "at": AT - 1000 + number,
+        "what": what,
+        "id": None,
+        "pod": None,
+        "pod_uid": None,
+        "container": None,
+        "call": None,
+        "kind": None,
+        "size": 0,
+        "gpus": [],
+        "evaluator": None,
+        "why": "",
+        "code": None,
+        "mechanisms": [],
         "candidates": [],
-    } | facts  # fmt: skip
+    } | facts
 
 
 def candidate(row: int | None, cores_free: int, memory_blocks_free: int, note: str | None = None) -> dict[str, Any]:

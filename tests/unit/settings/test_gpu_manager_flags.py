@@ -51,9 +51,17 @@ SETS: list[tuple[str, str, object]] = [
 ]
 
 MOOT = [
-    *("--allocation-check-period=30", "--cgroup-driver=systemd", "--runtime-request-timeout=5s", "--wait-timeout=1m"),
-    *("--logtostderr", "--logtostderr=false", "--alsologtostderr", "--stderrthreshold=2"),
-    *("--vmodule=a=1", "--log-backtrace-at=:0", "--log-dir=/var/log/gpu-manager"),
+    "--allocation-check-period=30",
+    "--cgroup-driver=systemd",
+    "--runtime-request-timeout=5s",
+    "--wait-timeout=1m",
+    "--logtostderr",
+    "--logtostderr=false",
+    "--alsologtostderr",
+    "--stderrthreshold=2",
+    "--vmodule=a=1",
+    "--log-backtrace-at=:0",
+    "--log-dir=/var/log/gpu-manager",
 ]
 
 SILENT = ["--driver=nvidia", "--extra-config=", "--volume-config=", "--node-labels=", "--version=false"]

@@ -125,14 +125,18 @@ MISTAKES = {
     "kubernetes: {kubeconfig: ''}": ["FILE:1: kubernetes.kubeconfig: '' is not allowed; allowed: an absolute path or null"],
     "checkpoint: {dir: state}": ["FILE:1: checkpoint.dir: 'state' is not allowed; allowed: an absolute path"],
     "checkpoint: {dir: 7}": ["FILE:1: checkpoint.dir: 7 is not allowed; allowed: an absolute path"],
-    "nvml: {call_timeout_seconds: .nan}":
-        ["FILE:1: nvml.call_timeout_seconds: nan is not allowed; allowed: a number from 0.1 to 300"],
-    "nvml: {call_timeout_seconds: .inf}":
-        ["FILE:1: nvml.call_timeout_seconds: inf is not allowed; allowed: a number from 0.1 to 300"],
-    "nvml: {ignored_xids: 13}":
-        ["FILE:1: nvml.ignored_xids: 13 is not allowed; allowed: a list, each item a whole number from 0 to 65535"],
-    "node: {name: Node_1}":
-        ["FILE:1: node.name: 'Node_1' is not allowed; allowed: a node's name: lower-case letters, digits, '-' and '.', 253 at most"],
+    "nvml: {call_timeout_seconds: .nan}": [
+        "FILE:1: nvml.call_timeout_seconds: nan is not allowed; allowed: a number from 0.1 to 300"
+    ],
+    "nvml: {call_timeout_seconds: .inf}": [
+        "FILE:1: nvml.call_timeout_seconds: inf is not allowed; allowed: a number from 0.1 to 300"
+    ],
+    "nvml: {ignored_xids: 13}": [
+        "FILE:1: nvml.ignored_xids: 13 is not allowed; allowed: a list, each item a whole number from 0 to 65535"
+    ],
+    "node: {name: Node_1}": [
+        "FILE:1: node.name: 'Node_1' is not allowed; allowed: a node's name: lower-case letters, digits, '-' and '.', 253 at most"
+    ],
     "node: {name: 2026-99-99}": [
         "FILE:1: node.name: can't be read (month must be in 1..12); "
         "allowed: a node's name: lower-case letters, digits, '-' and '.', 253 at most"
@@ -146,16 +150,19 @@ MISTAKES = {
     "a:\n\tb: 1": ["FILE:2: no valid YAML: while scanning for the next token, found character '\\t' that cannot start any token"],
     "http: {}\n---\nlog: {}": ["FILE:2: no valid YAML: expected a single document in the stream, but found another document"],
     "http: *port": ["FILE:1: no valid YAML: found undefined alias 'port'"],
-    "kubelet: {pod_resources_socket: /" + "x" * 107 + "}":
-        ["FILE:1: kubelet.pod_resources_socket: the path has 108 bytes; allowed: 107, since unix sockets can't have longer names"],
-    "kubelet: {device_plugin_dir: /" + "x" * 83 + "}":
-        ["FILE:1: kubelet.device_plugin_dir: the path has 84 bytes; allowed: 83, since unix sockets can't have longer names"],
+    "kubelet: {pod_resources_socket: /" + "x" * 107 + "}": [
+        "FILE:1: kubelet.pod_resources_socket: the path has 108 bytes; allowed: 107, since unix sockets can't have longer names"
+    ],
+    "kubelet: {device_plugin_dir: /" + "x" * 83 + "}": [
+        "FILE:1: kubelet.device_plugin_dir: the path has 84 bytes; allowed: 83, since unix sockets can't have longer names"
+    ],
     "http:\n  tls_cert_file: /c": [f"FILE:2: {NO_KEY}"],
     "http:\n  tls_key_file: /k": [f"FILE:2: http.tls_key_file: {NO_CERTIFICATE}"],
     "http:\n  client_ca_file: /a": [f"FILE:2: http.client_ca_file: {NO_CERTIFICATE}"],
     "http: {client_ca_file: /a, tls_cert_file: /c}": [f"FILE:1: {NO_KEY}"],
-    "nvml: {sample_period_seconds: 5}\nenforcement: {memory_burst: true}":
-        ["FILE:2: enforcement.memory_burst: true needs nvml.sample_period_seconds of at most 4: a start waits for two samples"],
+    "nvml: {sample_period_seconds: 5}\nenforcement: {memory_burst: true}": [
+        "FILE:2: enforcement.memory_burst: true needs nvml.sample_period_seconds of at most 4: a start waits for two samples"
+    ],
     "node: {profile: hami}\nhami: {memory_resource: nvidia.com/gpu}": [
         "FILE:2: hami.memory_resource: the names nvidia.com/gpu, nvidia.com/gpu, nvidia.com/gpumem-percentage, nvidia.com/gpucores, "
         "nvidia.com/priority must differ from one another and from tencent.com/vcuda-core and tencent.com/vcuda-memory"
@@ -165,20 +172,24 @@ MISTAKES = {
         "nvidia.com/gpucores, tencent.com/vcuda-core must differ from one another and from tencent.com/vcuda-core and "
         "tencent.com/vcuda-memory"
     ],
-    "node: {mig_strategy: single, profile: hami}":
-        ["FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"],
+    "node: {mig_strategy: single, profile: hami}": [
+        "FILE:1: node.mig_strategy: single offers MIG devices as nvidia.com/gpu, which node.profile hami offers, too"
+    ],
     "hami: {operating_mode: mig}": [
         "FILE:1: hami.operating_mode: mig needs `node.profile: hami` or `node.profile: both`: MIG devices are created for "
         "requests of HAMi's resources"
     ],
-    "node: {profile: both, mig_strategy: mixed}\nhami: {operating_mode: mig}":
-        ["FILE:2: hami.operating_mode: mig needs node.mig_strategy none: mixed offers the MIG devices that exist"],
-    "node: {mig_strategy: mixed, mode: dra}":
-        ["FILE:1: node.mig_strategy: mixed needs node.mode plugin: with mode dra no device plugin runs"],
+    "node: {profile: both, mig_strategy: mixed}\nhami: {operating_mode: mig}": [
+        "FILE:2: hami.operating_mode: mig needs node.mig_strategy none: mixed offers the MIG devices that exist"
+    ],
+    "node: {mig_strategy: mixed, mode: dra}": [
+        "FILE:1: node.mig_strategy: mixed needs node.mode plugin: with mode dra no device plugin runs"
+    ],
     "kubernetes: {node_labels: [a=b, c=, a=c]}": ["FILE:1: kubernetes.node_labels: 'a' has 2 values; allowed: one"],
-    "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}":
-        ["FILE:1: enforcement.overrides: 'x' has 2 values; allowed: one"],
-}  # fmt: skip
+    "enforcement: {overrides: [x=none, x/y=none, x=mps, x/y=none, x=none]}": [
+        "FILE:1: enforcement.overrides: 'x' has 2 values; allowed: one"
+    ],
+}
 
 
 @pytest.mark.parametrize("text", MISTAKES)

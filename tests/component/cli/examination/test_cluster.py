@@ -31,9 +31,17 @@ CONFIG: Json = yaml.safe_load((PROJECT / "config" / "scheduler" / "kube-schedule
 EXTENDER: Json = {**CONFIG["extenders"][0], "preemptVerb": "preempt"}
 INVENTORY = json.dumps({"version": 1, "gpus": [{"uuid": "GPU-a", "memory": 1024}], "levels": [[0]]})
 PARTS = (
-    "configuration", "rbac", "versions", "leader", "admission", "inventories", "other-pods",
-    "device-class", "claims-policy", "claims-rbac",
-)  # fmt: skip
+    "configuration",
+    "rbac",
+    "versions",
+    "leader",
+    "admission",
+    "inventories",
+    "other-pods",
+    "device-class",
+    "claims-policy",
+    "claims-rbac",
+)
 CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu.gpumgr.io"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 
