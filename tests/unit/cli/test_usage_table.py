@@ -52,8 +52,9 @@ def shown(document: dict[str, Any], width: int | None) -> str:
     return usage_text(decoded(document, NodeState), width=width)
 
 
-def test_80_columns_show_everything_that_matters() -> None:
-    assert shown(state(), 80) == NARROW
+@pytest.mark.parametrize("order", [1, -1])
+def test_80_columns_show_everything_that_matters_with_gpus_by_index(order: int) -> None:
+    assert shown({**state(), "gpus": state()["gpus"][::order]}, 80) == NARROW
 
 
 @pytest.mark.parametrize("width", [140, None])
