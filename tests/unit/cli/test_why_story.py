@@ -210,6 +210,18 @@ def test_the_kubelets_message_for_a_refused_pod_is_shown() -> None:
     assert told(of("big3", message="no node")).startswith("Pod team/big3.\nIts status: no node\n\n")
 
 
+@pytest.mark.parametrize(
+    ("facts", "lines"),
+    [
+        ({}, "event\n    no details"),
+        ({"code": "OverLimit", "why": "uses 6.0 GiB"}, "event OverLimit\n    uses 6.0 GiB"),
+        ({"gpus": [NAMES[0]]}, "event\n    GPU0"),
+    ],
+)
+def test_an_event_has_its_gpus_and_its_reason_if_they_are_known(facts: dict[str, Any], lines: str) -> None:
+    assert f"Z  {lines}\n" in told(of("p", entry(1, "event", **facts)))
+
+
 def test_health_events_of_a_pods_gpus_are_shown_with_its_events_and_its_gpus() -> None:
     lost = entry(8, "gpu", gpus=[NAMES[0]], code="lost", why="XID 79: the GPU has fallen off the bus")
     rows = [container("a", "p", NAMES[0]), container("b", "p", NAMES[0], container="side"), container("c", "p", NAMES[1])]

@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from gpumgr.cli.doctor import checks_for
-from gpumgr.cli.examination import ok
+from gpumgr.cli.examination import ok, skipped
 from gpumgr.cli.examination.api_server import Right, look_at_claims, look_at_mode, look_at_slice, look_at_sockets, needed
 from gpumgr.cli.examination.gpus import SharedNvml
 from gpumgr.common.units import DRA_DRIVER, Amounts
@@ -143,7 +143,8 @@ async def test_the_mode_is_shown() -> None:
     assert await look_at_mode("dra") == ok("dra: GPUs are offered to ResourceClaims")
 
 
-async def test_standalone_is_an_error() -> None:
+async def test_standalone_there_is_neither_a_slice_nor_a_claim() -> None:
     settings = Settings(node=NODE, kubernetes=KubernetesSettings(enabled=False))
     found = await look_at_slice(settings, cast("SharedNvml", Shown()))
     assert brief(found) == ("error", "node.mode dra needs the API server")
+    assert await look_at_claims(settings) == skipped("node.mode dra needs the API server")
