@@ -74,7 +74,10 @@ REFUSED = {
     "--container-runtime-endpoint=unix:///run/c.sock": r"cri.socket: 'unix:///run/c.sock' is not allowed; allowed: an absolute path",
     "--version": r"use `gpumgr --version`",
     "--version=raw": r"use `gpumgr --version`",
-    "--virtual-manager-path=": r"--virtual-manager-path must not be empty",
+    **{
+        f"--{flag}=": f"--{flag} must not be empty; it sets "
+        for flag in ("query-port", "query-addr", "sample-period", "virtual-manager-path", "share-mode", "addr")
+    },
     "--virtual-manager-path=vm": r"--virtual-manager-path: container.allocation_dir: 'vm' is not allowed; allowed: an absolute path",
     "--query-port=http": r"--query-port: http.port: 'http' is not allowed; allowed: a whole number from 0 to 65535",
     "--share-mode=maybe": r"--share-mode: placement.share_mode: 'maybe' is not allowed; allowed: true or false",

@@ -143,6 +143,13 @@ async def test_a_list_without_a_volume_for_shares_makes_none(mirror: Mirror, tmp
     assert not (tmp_path / "first").exists()
 
 
+async def test_a_list_without_a_volume_for_whole_gpus_makes_none(mirror: Mirror, tmp_path: Path) -> None:
+    volume = {"name": "nvidia", "base": str(tmp_path), "components": {"libraries": ["libcuda.so", "libnvidia-ml.so"]}}
+    (tmp_path / "volume.conf").write_text(json.dumps({"volume": [volume]}))
+    files = await mirror().ensure(DRIVER)
+    assert (files.share_dir, files.whole_dir) == (tmp_path / "vdriver" / "nvidia", None)
+
+
 async def test_containers_get_the_folders_that_the_settings_name(mirror: Mirror, tmp_path: Path) -> None:
     share_dir, whole_dir = tmp_path / "limited" / "gpu", tmp_path / "whole" / "gpu"
     clock = [1_000_000.0]
