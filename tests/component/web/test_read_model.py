@@ -1,7 +1,8 @@
-"""What the agent says of its ResourceSlice in mode dra."""
+"""What the agent says of its ResourceSlice in mode dra, and of the driver's files."""
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_a_node_is_ready_unless_its_slice_offers_nothing(
     found = model(state)
     assert found.not_ready() == reasons
     assert found._slice_troubles(offered=True) == warnings
+
+
+@pytest.mark.parametrize(("trouble", "warnings"), [(None, ()), ("CUDA can't start", ("CUDA can't start",))])
+def test_trouble_with_the_drivers_files_is_a_warning(trouble: str | None, warnings: tuple[str, ...]) -> None:
+    components = MagicMock(dra=None)
+    components.agent_state.inventory = Inventory()
+    components.enforcement.driver_files.trouble.return_value = trouble
+    found = ReadModel(components, pods=MagicMock(), maintenance=MagicMock(), api_queue=MagicMock())
+    assert found.report().warnings == warnings
