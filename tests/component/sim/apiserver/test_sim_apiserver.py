@@ -62,6 +62,7 @@ async def test_a_watch_ends_with_a_bookmark(sim: SimApiServer, client: aiohttp.C
 # -- what is written ---------------------------------------------------------------------------------------------------------
 
 MERGE = {"Content-Type": "application/merge-patch+json"}
+STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
 
 
 async def status_of(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int:
@@ -98,13 +99,18 @@ async def test_a_patch_of_a_pod_is_taken_or_refused_as_a_whole(
 ) -> None:
     sim.put(pod("a"))
     path = "/api/v1/namespaces/team/pods/a"
-    assert (
-        await status_of(client.patch(path, json=patch, headers={"Content-Type": "application/strategic-merge-patch+json"})) == 415
-    )
+    assert await status_of(client.patch(path, json=patch, headers=STRATEGIC)) == 415
     assert await status_of(client.patch(path, json=patch, headers=MERGE)) == status
     assert bool(sim.annotations("uid-a")) == (status == 200)
     sim.put(pod("a"), PodStatus(phase="Running"))
     assert bool(sim.annotations("uid-a")) == (status == 200)
+
+
+async def test_a_merge_patch_of_the_nodes_status_is_refused(client: aiohttp.ClientSession) -> None:
+    """It would replace the conditions of others."""
+    body = {"status": {"conditions": [{"type": "GpuTrouble", "status": "True"}]}}
+    for headers, status in ((MERGE, 415), (STRATEGIC, 200)):
+        assert await status_of(client.patch("/api/v1/nodes/node-1/status", json=body, headers=headers)) == status
 
 
 async def test_a_node_with_labels_that_are_none_stays_as_it_was(sim: SimApiServer, client: aiohttp.ClientSession) -> None:
