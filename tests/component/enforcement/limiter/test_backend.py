@@ -287,12 +287,13 @@ async def test_the_slot_of_a_process_that_executes_another_program_is_freed(plac
 async def test_a_slot_that_its_process_takes_anew_after_an_exec_is_not_freed(place: Place) -> None:
     """It took the slot after the agent had read what it held before."""
     with place.tenant(), place.files() as files:
-        (slot,) = files.slots()
+        (slot,), turn = files.slots(), place.pages.turn.gpu[0]
         assert slot.stack
+        turn.word[slot.index] = 1  # it wants the turn
         files.free(replace(slot, stack=slot.stack + 1))
-        assert files.slots() == (slot,)
+        assert (files.slots(), turn.word[slot.index]) == ((slot,), 1)
         files.free(slot)
-        assert not files.slots()
+        assert (files.slots(), turn.word[slot.index]) == ((), 0)
 
 
 async def test_a_process_that_executes_while_the_agent_frees_its_slot_has_a_slot_afterwards(
@@ -612,10 +613,12 @@ async def test_any_number_of_claimed_faults_is_a_few_findings(place: Place) -> N
 
 async def test_what_a_container_holds_without_turns_is_not_known(place: Place) -> None:
     """It is not 0: a container without cores, and one that is alone with a ceiling of 100, launch without a turn."""
-    alone = replace(SHARE, core_limit=100)
+    neighbour, alone = gpu_share("b" * 16, GPU), replace(SHARE, core_limit=100)
+    await place.start(neighbour)
     for share in (gpu_share(ID, replace(GPU, cores=0)), alone):
         await place.start(share)
         if share is alone:
+            await place.backend.cleanup(neighbour.allocation)
             await until(lambda: place.pages.limits.gpu[0].passes)  # the arbiter's word
         for _ in range(3):
             place.seconds += 1
