@@ -394,6 +394,19 @@ async def test_a_lost_region_is_reported_once_and_not_written(place: Place, spoi
     assert codes(await place.observe()) == []
 
 
+@pytest.mark.parametrize("spoil", [("truncate", 100), ("fifo",), ("count", 2147483647)])
+async def test_a_spoilt_region_leaves_the_limits_of_other_containers(place: Place, spoil: tuple[object, ...]) -> None:
+    other = running(tenant("b" * 16))
+    await place.backend.start(other.tenant)
+    region = region_of(place.folder, "b" * 16)
+    place.run(*spoil)
+    place.client.run(region, "raise", 64 << 30, 100)
+    await place.backend.adjust([running(), other])
+    assert place.client.run(region, "show") == [f"{SEEDED}0"]
+    found = [finding.code for finding in await place.backend.observe([running(), other]) if finding.allocation == "b" * 16]
+    assert found == ["tampered"]
+
+
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 

@@ -468,6 +468,19 @@ async def test_no_bytes_stop_the_agent(place: Place, fill: bytes) -> None:
     assert await place.check() == []
 
 
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"\xff" * path.stat().st_size)])
+async def test_a_spoilt_page_leaves_the_limits_of_other_containers(place: Place, spoil: Callable[[Path], object]) -> None:
+    other = replace(SHARE, allocation="b" * 16)
+    await place.start(other)
+    limits = Pages(place.folder / "run/limiter" / other.allocation).limits.gpu[0]
+    spoil(place.pages.path("use"))
+    limits.memory_bytes = 1 << 60
+    container = RuntimeContainer(id="c", pod=("team", "p"), pod_uid="u", name="main")
+    found = await place.backend.observe([RunningContainer(tenant=each, container=container) for each in (SHARE, other)])
+    assert [finding.code for finding in found if finding.allocation == other.allocation] == ["tampered"]
+    assert limits.memory_bytes == GPU.memory_bytes
+
+
 async def test_a_process_without_the_library_is_reported_by_the_second_check(place: Place) -> None:
     """The agent checks once a second; a process that is missing in one check may have ended."""
     found = [await place.check(others=[os.getpid()]) for _ in range(4)]
