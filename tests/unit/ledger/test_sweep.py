@@ -239,7 +239,7 @@ def test_an_init_container_follows_the_container_that_has_its_ids_to_the_listed_
     if latest_only:
         after = named(ledger, listing, "m", *views).check()
     else:
-        swept = sweep(ledger, listing, *views)
+        swept = sweep(ledger, listing, *views, patience=1)
         after = swept.ledger
         assert {a.id for a in swept.renamed} == {"i", "m", "s"}
         assert not swept.freed
