@@ -1,5 +1,6 @@
 """GetPreferredAllocation: whole containers are placed, one call at a time. The evaluators have their own tests."""
 
+import re
 from typing import Any
 
 import pytest
@@ -136,6 +137,19 @@ def test_fewer_ids_than_requested_are_refused_with_the_free_amounts() -> None:
     with pytest.raises(Refusal, match=r"must be among them|are not free together") as refused:
         asked(empty().occupy(half), "memory", 8, app(100, 8), available={ONE: 0b1})
     assert refused.value.code == "no_fit"
+
+
+@pytest.mark.parametrize(
+    ("must", "size", "free"),
+    [({}, 40, "GPU1 (00000001) 16, GPU2 (00000002) 16"), ({ONE: 0b1}, 4, "GPU1 (00000001) 2, GPU2 (00000002) 2")],
+)
+def test_memory_for_an_unknown_container_is_not_on_other_gpus_or_less_than_requested(must: Masks, size: int, free: str) -> None:
+    """No GPU that is chosen for it has the ids that must be among them, or so many free ids."""
+    ledger = empty((16, 16, 16)).occupy(on(ONE, 100, 4))
+    available = {gpu: low(16) for gpu in (TWO, THREE)}
+    why = f"{size} memory blocks are not free together on the GPUs that fit this container (free there: {free})"
+    with pytest.raises(Refusal, match=f"^{re.escape(why)}$"):
+        asked(ledger, "memory", size, available=available, must=must)
 
 
 def test_the_first_call_reserves_for_the_whole_chain_of_containers() -> None:

@@ -95,7 +95,14 @@ def test_the_last_mebibyte_and_one_more() -> None:
 
 
 def test_a_pod_grows_by_no_more_than_the_settings_allow() -> None:
-    assert "would have 51 cores above its requests, and this node allows 50" in why_not(ledger_of(A), ResizeRequest(cores=81))
+    for asked, why in (
+        (ResizeRequest(cores=81), "51 cores above its requests, and this node allows 50 (enforcement.max_growth_cores)"),
+        (
+            ResizeRequest(memory_mebibytes=3073),
+            "2049 MiB above its requests, and this node allows 2048 (enforcement.max_growth_memory_mebibytes)",
+        ),
+    ):
+        assert why_not(ledger_of(A), asked) == f"the pod would have {why}"
     sibling = replace(share("b", 10, 2), pod=A.pod, uid=A.uid, container="side")
     sibling = replace(sibling, resize=Resize(asked=ResizeRequest(cores=40), amounts={GPU: Amounts(40, 512)}))
     assert "would have 51 cores" in why_not(ledger_of(A, sibling), ResizeRequest(cores=51))
