@@ -1,16 +1,18 @@
 """An API server that is silent, late or refuses watches: no GPU is given twice, and the scheduler says when it can't decide."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
 from gpumgr.cluster.scheduler.leader import Leadership
+from gpumgr.common import aio
 from gpumgr.kube.reflector import prompt_watches
 from gpumgr.placement.requests import ContainerKind
 from gpumgr.sim.apiserver_objects import failure
@@ -26,14 +28,14 @@ Watch = Callable[..., Awaitable[web.StreamResponse]]
 
 
 def refusing(_: Watch) -> Watch:
-    async def refuse(*_: object) -> web.StreamResponse:
+    async def refuse(*_: object, **__: object) -> web.StreamResponse:
         return failure(429, "TooManyRequests", "slow down", {"Retry-After": "1"})
 
     return refuse
 
 
 def hanging(_: Watch) -> Watch:
-    async def hang(request: web.Request, _: object) -> web.StreamResponse:
+    async def hang(request: web.Request, **_: object) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await asyncio.Event().wait()
@@ -45,9 +47,9 @@ def hanging(_: Watch) -> Watch:
 def late(watch: Watch) -> Watch:
     """Each watch shows what happened before the test's event, which is never set."""
 
-    async def wait(request: web.Request, wanted: object) -> web.StreamResponse:
+    async def wait(request: web.Request, **options: object) -> web.StreamResponse:
         await asyncio.Event().wait()
-        return await watch(request, wanted)
+        return await watch(request, **options)
 
     return wait
 
@@ -139,6 +141,30 @@ async def test_what_changed_during_a_look_up_stays(stage: Stage) -> None:
     assert await stage.filtered(item, ["b"]) == ["b"]
     await looking
     assert sum(stage.cores("b")) == 200, "the pod's new filter has placed it"
+
+
+async def test_a_listing_that_began_before_a_refresh_does_not_end_it(
+    sim: ClusterApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica may become the leader while it lists everything. What has happened since then counts, too."""
+    monkeypatch.setattr(sim._pods, "watch", hanging(sim._pods.watch))
+    monkeypatch.setattr(aio, "SLICE_SECONDS", -1.0)
+    async with running(sim, tmp_path) as stage:
+        began = list[asyncio.Task[None]]()
+
+        def settling() -> Iterator[None]:
+            """The last step of a listing. In the first one a pod is bound, and the second refresh begins."""
+            if not began:
+                sim.put_document(pod("late", WHOLE, on="a"))
+                began.append(asyncio.create_task(stage.watches.refresh()))
+            yield
+
+        with patch.object(stage.index, "settling", settling):
+            first = asyncio.create_task(stage.watches.refresh())
+            await until(lambda: began)
+            await began[0]
+        await first
+        assert sum(stage.cores("a")) == 100
 
 
 async def test_without_watches_and_lists_the_verbs_answer_an_error_until_the_api_server_answers(
