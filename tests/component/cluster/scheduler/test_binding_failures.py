@@ -68,6 +68,7 @@ async def test_a_pod_that_may_be_bound_to_a_gpu_that_has_gone_waits_until_it_is_
     await stage.bind(item, "a")
     stage.sim.bind_hook = None
     await stage.show_nodes(node("a", 1, inventory("other", 1)))
+    assert stage.cores("a") == [100], "it counts on the GPUs that are left"
     assert await stage.filtered(item, ["a"]) == ["a"]
     assert await stage.bind(item, "a") == "node a no longer has GPU GPU-a-0, which an earlier binding of the pod named"
     stage.clock.now += 60
