@@ -159,15 +159,17 @@ def vcuda_by_claims(cluster: Cluster) -> Iterator[None]:
             return {}
         return dict(found["spec"])
 
-    with cluster.applied(objects, "--wait=false"):
-        try:
-            cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
-            start_controller(cluster)
-            wait_until("the policies", rewritten, every=0.2)
-            yield
-        finally:
-            cluster.delete_all()
-            cluster.processes.stop("claims")
-            cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
-    # Their effect outlives them by a moment, in which the next test's pods would be rewritten or refused.
-    wait_until("no policy", lambda: bool(made := stored()) and "resourceClaims" not in made, every=0.2)
+    try:
+        with cluster.applied(objects, "--wait=false"):
+            try:
+                cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode=dra")
+                start_controller(cluster)
+                wait_until("the policies", rewritten, every=0.2)
+                yield
+            finally:
+                cluster.delete_all()
+                cluster.processes.stop("claims")
+                cluster.kubectl("label", "namespace", "default", "gpumgr.io/mode-")
+    finally:
+        # Their effect outlives them by a moment, in which the next test's pods would be rewritten or refused.
+        wait_until("no policy", lambda: bool(made := stored()) and "resourceClaims" not in made, every=0.2)
