@@ -109,6 +109,7 @@ async def test_a_template_without_use_is_deleted_after_a_day(dra: DraObjects, tm
         assert "team/vcuda-c0-2-1" in dra.templates, "a day since its last use"
         await sweep(60)
         await until(lambda: dra.templates == ["team/vcuda-c0-3-1", "team/vcuda-c0-4-1"])
+        assert dra.posted == [], "the one that a pod waits for was never deleted"
 
 
 async def test_a_template_that_another_replica_has_created_is_not_created_again(stage: Stage) -> None:
