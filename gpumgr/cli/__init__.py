@@ -19,7 +19,7 @@ _COMMANDS: Final = {
     "run": "Run the agent until SIGTERM.",
     "scheduler": "Choose node and GPUs for kube-scheduler.",
     "claims": "Create claim templates, and keep quotas of DRA pods.",
-    "usage": "Show what containers hold and use of this node's GPUs.",
+    "usage": "Show the GPUs that containers hold, and what they use.",
     "why": "Explain why a pod has its GPUs, was refused, or waits.",
     "suspend": "Move a pod's GPU memory to the host's memory.",
     "resume": "Move a suspended pod's memory back to its GPU.",

@@ -1,4 +1,4 @@
-"""`gpumgr usage`: what containers hold and use of this node's GPUs, once or live.
+"""`gpumgr usage`: the GPUs that this node's containers hold and what they use, once or live.
 
 The texts of a `NodeState` are printable (see `agent_client.decoded`).
 """

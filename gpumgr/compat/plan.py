@@ -72,7 +72,7 @@ def start_commands(node: str, to: Path, *, requirement: str = "", values: str = 
     yield f"gpumgr config check {quote(str(to))}"
     yield f"gpumgr doctor --before-start --config {quote(str(to))}"
     yield f"systemctl enable --now gpumgr    # or, with gpumgr's DaemonSet{requirement}:"
-    yield f"{_HELM_INSTALL}{values}    # your values, too; kustomize: {kustomize}"
+    yield f"{_HELM_INSTALL}{values}    # add your own values; with kustomize: {kustomize}"
     yield f"kubectl label node {quote(node)} {NODE_LABEL}=enable --overwrite"
 
 
