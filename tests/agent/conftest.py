@@ -1,10 +1,14 @@
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpumgr.enforcement.container_files import BoundedFolders
+from gpumgr.sim.demo import node
 from tests.component.conftest import library_cache
+
+from .forks import ForkedAgent, fork_server
 
 __all__ = ["library_cache"]
 
@@ -14,6 +18,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(120))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_agents() -> Iterator[None]:
+    """The nodes of these tests fork their agents."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gmf", dir="/tmp") as folder,
+        fork_server(Path(folder)) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(ForkedAgent, "server", server, raising=False)
+        patch.setattr(node, "AgentProcess", ForkedAgent)
+        yield
 
 
 @pytest.fixture

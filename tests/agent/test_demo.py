@@ -32,19 +32,23 @@ async def test_on_a_terminal_the_demo_continues_after_the_script_until_ctrl_c() 
     os.close(theirs)
     told = bytearray()
     with FileIO(ours) as terminal:
-        async with asyncio.timeout(90):
-            while b"demo/guest-0" not in told:
-                told += (some := await _some(terminal))
-                assert some, f"it ended:\n{told.decode()}"
-            asked = re.search(rb"in another terminal: .* usage --watch --config (/tmp/gm\w+/gpumgr\.yaml)", told)
-            assert asked, told.decode()
-            options = ["--config", asked[1].decode(), "--output", "json"]
-            _, out, _ = await gpumgr("usage", *options)
-            assert len(json.loads(out)["gpus"]) == 8
-            process.send_signal(signal.SIGINT)
-            while some := await _some(terminal):
-                told += some
-            assert await process.wait() == 0, told.decode()
+        try:
+            async with asyncio.timeout(90):
+                while b"demo/guest-0" not in told:
+                    told += (some := await _some(terminal))
+                    assert some, f"it ended:\n{told.decode()}"
+                asked = re.search(rb"in another terminal: .* usage --watch --config (/tmp/gm\w+/gpumgr\.yaml)", told)
+                assert asked, told.decode()
+                options = ["--config", asked[1].decode(), "--output", "json"]
+                _, out, _ = await gpumgr("usage", *options)
+                assert len(json.loads(out)["gpus"]) == 8
+                process.send_signal(signal.SIGINT)
+                while some := await _some(terminal):
+                    told += some
+                assert await process.wait() == 0, told.decode()
+        finally:
+            if process.returncode is None:
+                process.kill()  # so that the read of its terminal ends, too
     assert b"FAIL" not in told
     assert told.count(b"ok    ") >= 16
     assert b"ok    usage is reported" in told
