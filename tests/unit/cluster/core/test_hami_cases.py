@@ -15,7 +15,7 @@ Where the answers differ, the comment says why. The other cases of that suite:
           used, where a pod has a policy for nodes (case 30)
 33        a quota of 0: tests/component/cluster/scheduler/test_hami_pods.py
 34        taking and stealing the lock of a node: not here. No lock is needed; the agent removes that of HAMi's scheduler
-          (tests/e2e/test_hami_plugin.py), whose text tests/component/node/test_hami_bindings.py has
+          (tests/e2e/test_hami_plugin.py); its text is in tests/component/node/test_hami_bindings.py)
 35        places of MIG devices: tests/unit/placement/test_mig.py
 40        omitted entries of containers without GPUs: tests/unit/kube/test_replica_requests.py
 """
