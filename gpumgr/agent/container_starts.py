@@ -193,8 +193,8 @@ class ContainerStarts:
                 )
 
     def _with_mechanisms(self, allocation: Allocation) -> Allocation:
-        """The allocation with its mechanisms, which are missing if the ledger was rebuilt without the Allocate response. If the node would
-        not limit the pod now, the share then gets NO_MECHANISM. Otherwise its limits are not known: raises Refusal."""
+        """The allocation with its mechanisms. They are missing if the ledger was rebuilt without the Allocate response. Then the share gets
+        NO_MECHANISM if the node would not limit the pod now. If the node would limit it, the limits are not known: raises Refusal."""
         if not is_share(allocation) or allocation.mechanisms:
             return allocation
         mechanisms = self.enforcement.terms(find_pod(self.pods, allocation.pod, allocation.uid), share=True).mechanisms
@@ -219,8 +219,8 @@ class ContainerStarts:
         if exemption not in (allocation.pod[0], view.account if view else None):
             raise Refusal(
                 "conflict",
-                f"the container was admitted as one of {exemption}, which the operator exempts from the node's limits, and it is none of "
-                "them; delete the pod and create it again",
+                f"the container was admitted for a pod of {exemption}, which the operator exempts from the node's limits, but its pod "
+                f"does not belong to {exemption}; delete the pod and create it again",
             )
 
 

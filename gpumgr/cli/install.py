@@ -35,7 +35,7 @@ _MOST_VERSION_CHARACTERS: Final = 200
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of the service on this host. The unit runs `program`. `unread`: a file of variables that only earlier versions' unit read."""
+    """Files of the service on this host. The unit runs `program`. `unread`: a file of variables for the unit of earlier versions."""
 
     unit: Path = Path("/etc/systemd/system/gpumgr.service")
     config: Path = DEFAULT_CONFIG
@@ -127,7 +127,7 @@ def uninstall_service(place: Service) -> list[str]:
 @command.command("systemd", cls=ExitingCommand, exit_codes=_EXIT_CODES)
 @click.option("--uninstall", is_flag=True, help="Stop the service and remove its unit; settings and state stay.")
 def systemd(uninstall: bool) -> None:
-    """Install the unit, which runs /opt/gpumgr/bin/gpumgr, and /etc/gpumgr/gpumgr.yaml if there is none. Starts nothing; prints the
+    """Install the unit, which runs /opt/gpumgr/bin/gpumgr. Write /etc/gpumgr/gpumgr.yaml if it does not exist. Start nothing; print the
     command that does.
 
     Run it again after an upgrade, for the unit of the new version. Put changes of your own into a drop-in: systemctl edit gpumgr.

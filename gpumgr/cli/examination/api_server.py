@@ -223,7 +223,7 @@ async def look_at_claims(settings: Settings) -> CheckResult:
         if gone:
             return warning(
                 f"these claims hold GPUs, but do not exist in the API server: {', '.join(map(str, gone))}",
-                "nothing if the agent runs: when the kubelet has ended their pods, the agent frees the GPUs in about a minute",
+                "nothing to do if the agent runs: it frees the GPUs about a minute after the kubelet has ended their pods",
             )
         return ok(f"{len(held)} claims hold GPUs" + (f"; {_MAX_CLAIMS} of them looked up" if len(held) > _MAX_CLAIMS else ""))
 

@@ -83,7 +83,7 @@ def look_at_settings(unread: Path) -> CheckResult:
     return ok("no settings file of earlier versions is left")
 
 
-_READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that it may read"
+_READ: Final = "run the agent and this command as root, or set checkpoint.dir to a folder that both may read"
 
 
 def look_at_checkpoint(folder: Path) -> CheckResult:
@@ -93,7 +93,7 @@ def look_at_checkpoint(folder: Path) -> CheckResult:
     except CorruptError as damaged:
         return warning(
             str(damaged),
-            "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet",
+            "nothing to do: the agent sets the file aside and rebuilds the ledger from the kubelet; if this repeats, check the disk",
         )
     except CheckpointError as exception:
         return error_of(exception, _READ)

@@ -37,7 +37,7 @@ _NOT_LISTED: Final = gauge("gpus_not_listed", "GPUs on the PCI bus that the driv
 _CORDONED: Final = gauge("gpu_cordoned", "1 if an operator took the GPU out of service.", "gpu")
 _LINKS: Final = gauge(
     "nvlink_active_links",
-    "Active NVLinks between two GPUs; with NVSwitch the smaller of their numbers of links to the switches.",
+    "Active NVLinks between two GPUs; with NVSwitch, the smaller of the two GPUs' link counts.",
     *("gpu", "peer"),
 )
 _CORES: Final = gauge("gpu_core_allocated_ratio", "Share of the GPU's cores that containers hold.", "gpu")
@@ -71,7 +71,7 @@ _SAMPLED: Final[tuple[tuple[Family, Callable[[GpuSample], float | None]], ...]] 
 )
 _UNACCOUNTED: Final[tuple[tuple[Family, Callable[[UnattributedSum], float | None]], ...]] = (
     (
-        gauge("unaccounted_memory_bytes", "Memory on the GPU of processes without an allocation.", "gpu"),
+        gauge("unaccounted_memory_bytes", "GPU memory of processes without an allocation.", "gpu"),
         lambda use: use.memory_bytes,
     ),
     (
@@ -101,7 +101,7 @@ def render_gpus(report: NodeReport, *, node: str) -> Iterator[RenderedFamily]:
 
 
 def _by(values: Mapping[str, float | None]) -> Series:
-    """One series for each key, the value of the only label."""
+    """One series for each key. The key is the value of the only label."""
     return {(key,): value for key, value in values.items() if value is not None}
 
 

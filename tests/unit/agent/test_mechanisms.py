@@ -132,7 +132,7 @@ async def test_an_exemption_is_checked_at_the_start(exemption: str, starts: bool
     if starts:
         await world.start(pod)
     else:
-        with pytest.raises(SimKubeletError, match=f"admitted as one of {exemption}, which the operator exempts"):
+        with pytest.raises(SimKubeletError, match=f"admitted for a pod of {exemption}, which the operator exempts"):
             await world.start(pod)
 
 

@@ -44,7 +44,9 @@ async def test_a_checkpoint_that_can_be_used_or_made_is_well(folder: Path) -> No
 async def test_what_the_agent_sets_aside_by_itself_is_a_warning(folder: Path) -> None:
     (folder / NAME).write_bytes(b"no database" * 100)
     found = await look(folder)
-    remedy = "nothing to do, or repair the disk: the agent sets the file aside and rebuilds the ledger from the kubelet"
+    remedy = (
+        "nothing to do: the agent sets the file aside and rebuilds the ledger from the kubelet; if this repeats, check the disk"
+    )
     assert (found.state, found.remedy) == ("warning", remedy)
 
 
