@@ -89,7 +89,7 @@ class Enforcement(Protocol):
         ...
 
     async def vacate(self, uuids: Collection[str]) -> None:
-        """Call it before a container gets these GPUs whole: ends what limited shares on them (an MPS daemon). Raises Refusal."""
+        """Call it before a container gets these GPUs whole. Ends the backends' processes on them (MPS daemons). Raises Refusal."""
         ...
 
 

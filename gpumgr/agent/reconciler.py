@@ -133,8 +133,8 @@ class Reconciler:
             return True
 
     async def _kept(self, listing: Listing, *, incomplete: bool) -> Collection[AllocationId]:
-        """The allocations that stay although the last `List` did not show them, because their pod runs. If it is not known whether the pod
-        runs, the allocation stays in three cases: `List` may be incomplete; `List` shows the pod without its ids (the kubelet lost its
+        """The allocations that the last `List` did not show, but that stay. An allocation stays if its pod runs. If that is not
+        known, the allocation stays in three cases: `List` may be incomplete; `List` shows the pod without its ids (the kubelet lost its
         checkpoint); the pod's name is not known, and a listed pod lacks ids."""
         held = self._agent_state.ledger.allocations
         absent = [held[each] for each in self._absent if each in held]
@@ -149,8 +149,9 @@ class Reconciler:
         return view is not None and not view.ended and next_container(self._agent_state.ledger, view) is not None
 
     async def adopt(self, entries: Iterable[KubeletEntry]) -> Rebuilt:
-        """At start, adds the allocations that only the kubelet has. `entries` are from the kubelet's checkpoint. If there are entries, the
-        ledger has all of them, and each allocation's pod is known, `List` is not called, so that GPUs are offered at once."""
+        """At start, adds the allocations that only the kubelet has. `entries` are from the kubelet's checkpoint. `List` is called only if
+        there are no entries, if the ledger lacks an entry, or if the pod of an allocation is not known. Otherwise GPUs are offered at
+        once."""
         entries = tuple(entries)
         async with self._agent_state.lock:
             ledger = self._agent_state.ledger

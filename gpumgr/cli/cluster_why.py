@@ -108,7 +108,7 @@ async def _ask(
     ):
 
         def through_port(scheme: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-            # kubectl has authenticated the API server.
+            # No certificate is checked: the connection goes through the API server, which kubectl has authenticated.
             return session.get(f"{scheme}://127.0.0.1:{local}/api/why", params=query, ssl=False)
 
         return await _answer(through_port, "the scheduler does not answer at the forwarded port")

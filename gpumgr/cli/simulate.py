@@ -62,7 +62,7 @@ SOURCE: Final = (
 _Result = InflateResult | ReplayResult
 _METHODS: Final[Mapping[str, Callable[..., _Result]]] = {"inflate": inflate, "replay": replay}
 _Trace = tuple[list[NodeSpec], list[Pod]]
-#: Method, policy, CPU beside one GPU (in thousandths, see --cpus-per-gpu), and seed of one simulation.
+#: One simulation: method, policy, CPU per GPU (in thousandths, see --cpus-per-gpu), and seed.
 _Task = tuple[str, str, int, int]
 
 
@@ -255,7 +255,7 @@ def _mean(values: Sequence[float], digits: int) -> str:
 
 def text_table(rows: Iterable[Sequence[str]]) -> str:
     """`rows` begins with the header. Control characters are escaped."""
-    # Here, because each worker process imports this module.
+    # Imported here, because each worker process imports this module, but prints no table.
     from rich.text import Text
 
     from gpumgr.cli.formats import open_table, plain_text

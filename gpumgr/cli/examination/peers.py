@@ -24,7 +24,7 @@ from gpumgr.runtime.cri import CriClient, Runtimes, RuntimeVersion, driver_acces
 from gpumgr.settings import Settings
 
 KUBELET_HUNG: Final = "the kubelet hangs: look at `journalctl -u kubelet` and restart it"
-#: A constant in Kubernetes (pkg/kubelet/cm/devicemanager). Kubelets of some distributions use another folder.
+#: The folder is a constant in Kubernetes (pkg/kubelet/cm/devicemanager). Kubelets of some distributions use another one.
 _FOLDER: Final = (
     "set kubelet.device_plugin_dir to the folder of its kubelet.sock: /var/lib/kubelet/device-plugins, whatever its --root-dir is"
 )
@@ -143,7 +143,7 @@ async def look_at_cdi(cdi_dir: Path, socket: Path, *, used: bool, timeout_second
     except CriError as exception:
         return error_of(exception, SET_SOCKET)
     about = f"{runtime.name} {runtime.version}"
-    # containerd has CDI since 1.7, and by default since 2.0. Every CRI-O of a Kubernetes with CDI has it enabled.
+    # containerd has CDI since 1.7, enabled by default since 2.0. CRI-O enables it in every version for a kubelet with CDI.
     found = re.match(r"v?(\d+)\.(\d+)", runtime.version)
     if not found or runtime.name not in ("containerd", "cri-o"):
         return warning(f"it is unknown whether {about} supports CDI devices", "see its documentation")

@@ -58,7 +58,7 @@ class ClaimWatches(ClusterWatches):
 
     def demands(self, gated: dict[str, UnboundPod]) -> tuple[list[tuple[UnboundPod, Demand]], list[Demand]]:
         """(The gated pods for which all claims exist, each with its demand; the demands of the unallocated claims of other pods.)"""
-        nodes = filter(None, map(self.index.node, self._slices))  # claims get no GPUs of nodes with device plugins
+        nodes = filter(None, map(self.index.node, self._slices))  # only nodes with a slice: claims get no other GPUs
         kinds = {(GpuKind(gpu.model, node.model_label, node.pool), gpu.memory_mebibytes) for node in nodes for gpu in node.gpus}
         self._kinds = kinds = kinds or self._kinds
         self._forget_left()

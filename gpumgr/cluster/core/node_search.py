@@ -247,7 +247,7 @@ class NodeSearch:
 
     @property
     def _apart(self) -> int:
-        """Nodes where one GPU alone does not decide whether a share fits: those with MIG devices and, if only some GPUs are allowed, those
+        """Nodes where one GPU alone does not decide whether a share fits: nodes with MIG devices. If only some GPUs are allowed, also nodes
         where the agent chooses the GPU."""
         return self._profiles.with_mig | (self._profiles.unnamed if self._restricted else 0)
 
@@ -271,8 +271,8 @@ class NodeSearch:
             self._add(nodes, None, least, ranked, best)
 
     def _with_least(self, ranked: Ranked, nodes: int) -> list[tuple[Rank, int]]:
-        """Splits nodes with the same `ranked` by whether they are short of CPU. Returns each part that has nodes, after the lowest rank
-        that one of its nodes can have."""
+        """Splits nodes with the same `ranked` by whether they are short of CPU. For each part that has nodes, returns (the lowest rank that
+        one of its nodes can have, the part)."""
         short = nodes & self._profiles.short_of_cpu
         parts = ((False, nodes & ~short), (True, short))
         return [(self._ranking.least(ranked, short_of_cpu=is_short), part) for is_short, part in parts if part]
@@ -297,7 +297,7 @@ class NodeSearch:
                 twice, seen = twice | seen & room.nodes, seen | room.nodes
             for room in fits:
                 self._in_room(room, share, left & ~twice, best)
-            if twice & left:  # the positions of the GPUs decide between two such rooms on a node
+            if twice & left:  # nodes with several of these rooms: the GPUs' positions decide which the share gets
                 self._in_profiles(twice & left, best, None)
             left &= ~seen
 

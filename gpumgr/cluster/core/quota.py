@@ -46,7 +46,7 @@ NO_HOLDING: Final[Holding] = {}
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """What a namespace may hold of the GPUs that match `model`, `label` and `pool`; None: not limited.
 
-    `model`: a part of the driver's name or of the node's model label, in upper or lower case. `label`: the whole model label; None: any.
+    `model`: a part of the GPU's model name or of the node's model label; case is ignored. `label`: the whole model label; None: any.
     """
 
     cores: int | None = None
@@ -254,8 +254,8 @@ def types_of(gpus: Iterable[CountedGpu]) -> frozenset[GpuType]:
 
 @lru_cache(maxsize=4096)
 def on_equal_gpus(gpu: CountedGpu, containers: tuple[ContainerRequest, ...]) -> Holding:
-    """What containers hold on equal GPUs. The GPUs of each container are counted from the first GPU on, because the kubelet gives an init
-    container's devices to later containers: they hold the same GPUs."""
+    """What containers hold on equal GPUs. The kubelet gives an init container's devices to later containers, so they hold the same GPUs.
+    Therefore the GPUs of each container are counted from the first GPU on."""
     return _holding([gpu], containers, [range(each.gpus) for each in containers])
 
 

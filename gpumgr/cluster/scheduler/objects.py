@@ -347,8 +347,8 @@ def _held(wanted: Sequence[ContainerSpec]) -> PodRequest:
 
 
 def _largest(request: PodRequest) -> PodRequest:
-    """Keeps at most the MAX_GPU_CONTAINERS + 1 largest containers, so that the pod does not block the event loop. By the one above the
-    maximum, `used_on` sees that the pod has too many; it then counts the pod on all GPUs of its node."""
+    """Keeps at most the MAX_GPU_CONTAINERS + 1 largest containers, so that the pod does not block the event loop. With more than
+    MAX_GPU_CONTAINERS containers, `used_on` counts the pod on all GPUs of its node."""
     containers = request.containers
     largest = nlargest(MAX_GPU_CONTAINERS + 1, range(len(containers)), key=lambda place: containers[place].cores)
     return replace(request, containers=tuple(containers[place] for place in sorted(largest)))
