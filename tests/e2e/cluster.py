@@ -69,6 +69,8 @@ class Cluster:
         self._lock: IO[str] | None = None
         #: The runtime's folder, and the archive of an image that is in it.
         self._imported: set[tuple[Path, Path]] = set()
+        #: The node's last heartbeat when its kubelet was last stopped for a restart.
+        self._heartbeat: str | None = None
         self._etcd, self._peer, self._server, self._kubelet = free_ports(4)
         self._tokens = {name: secrets.token_hex(16) for name in ("admin", "node", "gpumgr")}
         self.processes = Processes(STATE / "logs", traces.RECORD)
@@ -336,6 +338,7 @@ class Cluster:
     def kubelet_restart(self) -> None:
         """Stops and starts the kubelet; returns when its new socket listens."""
         self.processes.stop("kubelet")
+        self._heartbeat = self._ready().get("lastHeartbeatTime")
         self.start_kubelet()
 
     def node(self) -> Json:
@@ -343,17 +346,22 @@ class Cluster:
         return self.api.request("GET", f"/api/v1/nodes/{NODE}")
 
     def wait_ready(self) -> None:
-        """Waits until the node is Ready."""
+        """Waits until the present kubelet has reported that the node is Ready."""
 
         def ready() -> bool:
             self.processes.check("kubelet")
-            try:
-                conditions = self.node()["status"]["conditions"]
-            except (ApiError, KeyError):
-                return False
-            return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+            condition = self._ready()
+            return condition.get("status") == "True" and condition["lastHeartbeatTime"] != self._heartbeat
 
         wait_until("node Ready", ready, 120, every=0.1)
+
+    def _ready(self) -> Json:
+        """The node's condition Ready; empty as long as there is none."""
+        try:
+            conditions = self.node()["status"]["conditions"]
+        except (ApiError, KeyError):
+            return {}
+        return next((each for each in conditions if each["type"] == "Ready"), {})
 
     def allocatable(self) -> dict[str, int]:
         """What the node object offers of the two resources."""

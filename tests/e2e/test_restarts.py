@@ -94,6 +94,12 @@ def test_the_agent_is_killed_while_pods_are_admitted(node: Node) -> None:
     node.check()
 
 
+def wait_reported(node: Node) -> None:
+    """Waits until the node object has what the restarted kubelet offers. The kubelet admits pods by that object, and may report 0 first."""
+    node.cluster.wait_ready()
+    wait_until("the node object offers what the kubelet has", lambda: node.cluster.allocatable() == node.agent.offered())
+
+
 def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     """Alone, and together with the agent. The kubelet decides whether it admits `stages` again: a pod that runs has what it had, and
     nothing is held for one that does not."""
@@ -103,7 +109,7 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     before = {each for each in node.agent.ledger() if each.place[1] != "stages"}
     node.cluster.kubelet_restart()
     node.agent.wait_offered()
-    node.cluster.wait_ready()
+    wait_reported(node)
     node.run([gpu_pod("later", 25, 10)])
 
     def refused() -> bool:
@@ -124,7 +130,7 @@ def test_the_kubelet_restarts_with_pods_running(node: Node) -> None:
     node.agent.kill()
     node.cluster.kubelet_restart()
     node.agent.start()
-    node.cluster.wait_ready()
+    wait_reported(node)
     assert before <= set(node.agent.ledger())
     node.run([gpu_pod("last", 25, 10)])
     node.check_all_running(pods)
