@@ -110,12 +110,7 @@ class Components:
         self.other_plugins = OtherDevicePlugins(settings.kubelet.device_plugin_dir)
         self._take_over = self._make_take_over(done=TAKEN_OVER in loaded.notes)
         self.dra = self._make_dra(driver, server, lost=loaded.lost) if driver is not None else None
-        #: In mode plugin: serves claims that may remain from mode dra, or after a loss of the ledger.
-        self.former_mode_dra = None
-        if driver is None and server is not None and (loaded.lost or loaded.ledger.claims or profile.had_mode_dra(settings)):
-            from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
-
-            self.former_mode_dra = self._make_dra(DraDriver(settings), server, lost=loaded.lost)
+        self.former_mode_dra = self._make_former_mode_dra(server) if driver is None and server is not None else None
         self.link: KubeletLink | DraSide = self.dra or self._make_link()
         self._registrations: defaultdict[str, int] = defaultdict(int)
         self.hardware_events = self._make_hardware_events()
@@ -256,6 +251,14 @@ class Components:
             held_back_by=held_back_by,
             names=profile.resource_names(self.settings),
         )
+
+    def _make_former_mode_dra(self, server: ApiServer) -> "DraSide | None":
+        """In mode plugin: serves claims that may remain from mode dra, or after a loss of the ledger."""
+        if not (self.loaded.lost or self.loaded.ledger.claims or profile.had_mode_dra(self.settings)):
+            return None
+        from gpumgr.kubelet.dra_registration import DraDriver  # few nodes need it
+
+        return self._make_dra(DraDriver(self.settings), server, lost=self.loaded.lost)
 
     def _make_dra(self, driver: "DraDriver", server: ApiServer | None, *, lost: bool) -> "DraSide":
         if server is None:
